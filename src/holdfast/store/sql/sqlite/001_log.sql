@@ -1,0 +1,74 @@
+-- The log: generations hold streams, streams hold blocks, blocks have bodies.
+
+create table logs (
+    log       text primary key,
+    shard_by  text not null check (shard_by in ('publisher', 'topic'))
+) without rowid;
+
+create table generations (
+    log         text not null,
+    generation  integer not null,
+    shards      integer not null,
+    opened_at   integer not null,          -- microseconds, UTC
+    sealed_at   integer,                   -- null: this is the open one
+    dropped     integer not null default 0, -- 1: no longer visible, being deleted in steps
+    primary key (log, generation)
+) without rowid;
+
+create table streams (
+    id           integer primary key,
+    log          text not null,
+    generation   integer not null,
+    shard        integer not null,
+    next_offset  integer not null default 0,
+    bytes        integer not null default 0,
+    oldest       integer,                  -- time of the oldest and of the newest message
+    newest       integer,
+    unique (log, generation, shard)
+);
+
+-- The directory: small rows, so that finding a block never reads a body.
+create table blocks (
+    stream    integer not null,
+    base      integer not null,            -- offset of the first message
+    count     integer not null,
+    bytes     integer not null,
+    newest    integer not null,            -- newest time in this block or any before it: never decreases
+    checksum  integer not null,
+    body      integer not null,
+    primary key (stream, base)
+) without rowid;
+
+-- Bodies are only ever added at the end, which is what SQLite does best.
+create table bodies (
+    id      integer primary key autoincrement,
+    hashes  blob not null,                 -- sorted 32-bit hashes of the topics in it
+    data    blob not null                  -- an Arrow IPC stream with one record batch
+);
+
+-- Every topic that ever occurred in a generation: what a wildcard is resolved against.
+create table topics (
+    log         text not null,
+    generation  integer not null,
+    topic       text not null,
+    primary key (log, generation, topic)
+) without rowid;
+
+-- The topic index: runs of blocks, each with which hash occurs in which of them.
+create table topic_runs (
+    stream  integer not null,
+    bucket  integer not null,              -- the top bits of the hash
+    level   integer not null,
+    first   integer not null,              -- offsets [first, past) are covered
+    past    integer not null,
+    data    blob not null,
+    primary key (stream, bucket, first)
+) without rowid;
+
+-- The last append of each writer that asked to be recognised.
+create table writers (
+    writer      text primary key,
+    sequence    integer not null,
+    placed      text not null,
+    updated_at  integer not null
+) without rowid;
