@@ -1,0 +1,90 @@
+"""What every test may ask for: real servers, one of each per run, started when first wanted.
+
+With HOLDFAST_NO_SKIPS=1 a run in which anything was skipped fails, and says what: a promise that was not
+tested is not kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from servers import CannotRun, EtcdServer, PostgresServer
+
+NO_SKIPS = os.environ.get("HOLDFAST_NO_SKIPS", "") not in ("", "0")
+
+_skipped: list[str] = []
+_prefixes = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """The run's PostgreSQL. A test that stops it starts it again."""
+    try:
+        server = PostgresServer()
+    except CannotRun as error:
+        pytest.skip(str(error))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A new, empty PostgreSQL database."""
+    postgres_server.start()
+    url = postgres_server.database()
+    yield url
+    postgres_server.start()
+    postgres_server.drop(url)
+
+
+@pytest.fixture(scope="session")
+def etcd_server() -> Iterator[EtcdServer]:
+    """The run's etcd. A test that stops it starts it again."""
+    try:
+        server = EtcdServer()
+    except CannotRun as error:
+        pytest.skip(str(error))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def etcd_url(etcd_server: EtcdServer) -> str:
+    """The run's etcd, with a key prefix that no other test uses."""
+    etcd_server.start()
+    return f"{etcd_server.url}/test-{next(_prefixes)}"
+
+
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        _skipped.append(f"{report.nodeid}: {reason.removeprefix('Skipped: ')}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note_skip(report)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (
+        NO_SKIPS
+        and _skipped
+        and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    ):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if NO_SKIPS and _skipped:
+        terminalreporter.section("skipped, and HOLDFAST_NO_SKIPS=1 allows no skips", red=True)
+        for line in _skipped:
+            terminalreporter.line(line, red=True)
