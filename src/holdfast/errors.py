@@ -1,17 +1,17 @@
 """Every error Holdfast raises on purpose, and whose fault it is.
 
-    HoldfastError
-    ├─ PeerError             the client broke MQTT; carries reason_code
-    ├─ RequestError          the caller asked wrongly; nothing was changed
-    │  ├─ UnknownStream      no such log, stream or generation
-    │  ├─ PreconditionFailed the stream was not where the caller expected it
-    │  └─ StaleEpoch         a newer holder exists; the old one is refused
-    ├─ StoreError            the store could not; __cause__ is the driver's error
-    │  ├─ StoreFull          no room left to write; reading still works
-    │  ├─ StoreUnavailable   the store cannot be reached just now
-    │  ├─ OutcomeUnknown     the connection broke during a commit
-    │  └─ CorruptBlock       a block does not match its checksum
-    └─ BrokenInvariant       our bug; carries the story
+HoldfastError
+├─ PeerError             the client broke MQTT; carries reason_code
+├─ RequestError          the caller asked wrongly; nothing was changed
+│  ├─ UnknownStream      no such log, stream or generation
+│  ├─ PreconditionFailed the stream was not where the caller expected it
+│  └─ StaleEpoch         a newer holder exists; the old one is refused
+├─ StoreError            the store could not; __cause__ is the driver's error
+│  ├─ StoreFull          no room left to write; reading still works
+│  ├─ StoreUnavailable   the store cannot be reached just now
+│  ├─ OutcomeUnknown     the connection broke during a commit
+│  └─ CorruptBlock       a block does not match its checksum
+└─ BrokenInvariant       our bug; carries the story
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Stream(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Stream:
         """The inverse of `str(stream)`."""
-        log, generation, shard = (["", ""] + text.rsplit(".", 2))[-3:]
+        log, generation, shard = ["", "", *text.rsplit(".", 2)][-3:]
         if not (log and generation.isdecimal() and shard.isdecimal()):
             raise RequestError(f"{text!r} is not a stream; write LOG.GENERATION.SHARD, such as messages.1.0")
         return cls(log, int(shard), int(generation))

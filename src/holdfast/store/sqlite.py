@@ -40,7 +40,11 @@ class SqliteStore:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
+            self.path,
+            timeout=BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
         )
         connection.execute(f"pragma page_size = {PAGE_BYTES}")
         connection.execute("pragma journal_mode = wal")

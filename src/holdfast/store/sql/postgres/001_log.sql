@@ -24,6 +24,7 @@ create table streams (
     bytes        bigint not null default 0,
     oldest       bigint,                  -- time of the oldest and of the newest message
     newest       bigint,
+    sealed       bigint not null default 0,  -- 1: finalised, nothing will be appended any more
     unique (log, generation, shard)
 );
 

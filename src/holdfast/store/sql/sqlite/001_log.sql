@@ -24,6 +24,7 @@ create table streams (
     bytes        integer not null default 0,
     oldest       integer,                  -- time of the oldest and of the newest message
     newest       integer,
+    sealed       integer not null default 0,  -- 1: finalised, nothing will be appended any more
     unique (log, generation, shard)
 );
 

@@ -1,0 +1,35 @@
+"""Recent blocks, decoded, within a bound of bytes: a reader that is up to date never asks the store."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import pyarrow as pa
+
+CACHE_BYTES = 64 << 20
+
+
+class BlockCache:
+    """By body id, which is never used twice, so nothing here can be out of date."""
+
+    def __init__(self, bytes_max: int = CACHE_BYTES):
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._blocks: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, body: int, batch: pa.RecordBatch) -> None:
+        with self._lock:
+            self._blocks[body] = batch
+            self._bytes += batch.nbytes
+            while self._bytes > self._bytes_max and self._blocks:
+                self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+
+    def get(self, body: int) -> pa.RecordBatch | None:
+        return self._blocks.get(body)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._blocks.clear()
+            self._bytes = 0

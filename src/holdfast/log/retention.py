@@ -1,0 +1,202 @@
+"""Keeping a log in shape: merge small blocks, index full ones, roll and drop generations.
+
+Every step is one short transaction and may be interrupted anywhere; the next round goes on from what it
+finds. Only blocks that will not be merged again are indexed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.log import blocks, index
+from holdfast.log.contract import Backend, Entry, Head, NewBlock
+from holdfast.log.log import Log
+
+FULL_ROWS = 1000
+FULL_BYTES = 256 << 10
+"""A block with this many rows or bytes is full: merging leaves it alone."""
+
+RUN_BLOCKS = 64
+RUN_FAN_IN = 8
+RUN_LEVEL_MAX = 4
+"""64 × 8³ = 32,768 blocks in the largest run."""
+
+_STEP_BLOCKS = 256
+_WRITERS_KEPT_MICROS = 7 * 86_400 * 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetentionSettings:
+    """When a generation ends, and how long what it holds is kept. None: no such limit."""
+
+    generation_seconds_max: float | None = None
+    """Seal the open generation when it has been open this long."""
+    generation_bytes_max: int | None = None
+    """Seal the open generation when it holds this much."""
+    keep_seconds: float | None = None
+    """Drop a sealed generation when its newest message is older than this."""
+    keep_bytes: int | None = None
+    """Drop the oldest sealed generations while a log holds more than this."""
+
+
+@dataclass(slots=True)
+class Upkeep:
+    """What one round did."""
+
+    merged: int = 0
+    indexed: int = 0
+    sealed: int = 0
+    dropped: int = 0
+    swept: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.merged or self.indexed or self.sealed or self.dropped or self.swept)
+
+
+def maintain(log: Log, settings: RetentionSettings = RetentionSettings()) -> Upkeep:  # noqa: B008
+    """One round over every log of the store."""
+    done = Upkeep()
+    for name in log.logs():
+        done.sealed += _roll(log, name, settings)
+        done.dropped += expire(log, name, settings)
+        for head in log.backend.heads(name):
+            done.merged += merge_small(log.backend, head)
+            done.indexed += index_full(log.backend, head)
+            compact_runs(log.backend, head)
+    while swept := log.backend.sweep(_STEP_BLOCKS):
+        done.swept += swept
+    log.backend.forget_writers(log.clock() - _WRITERS_KEPT_MICROS)
+    return done
+
+
+def _roll(log: Log, name: str, settings: RetentionSettings) -> int:
+    """Seal the open generation if it is due and holds anything."""
+    open_ = log.generations(name)[-1]
+    heads = [h for h in log.backend.heads(name) if h.stream.generation == open_.number]
+    size = sum(h.bytes for h in heads)
+    if not size:
+        return 0
+    age = (log.clock() - open_.opened_at) / 1e6
+    too_old = settings.generation_seconds_max is not None and age >= settings.generation_seconds_max
+    too_big = settings.generation_bytes_max is not None and size >= settings.generation_bytes_max
+    if too_old or too_big:
+        log.seal(name)
+        return 1
+    return 0
+
+
+def expire(log: Log, name: str, settings: RetentionSettings) -> int:
+    """Drop what is too old or too much: whole sealed generations, the oldest first."""
+    size: dict[int, int] = {}
+    newest: dict[int, int] = {}
+    for head in log.backend.heads(name):
+        number = head.stream.generation
+        size[number] = size.get(number, 0) + head.bytes
+        newest[number] = max(newest.get(number, 0), head.newest or 0)
+    total, dropped = sum(size.values()), 0
+    for generation in log.generations(name):
+        if generation.sealed_at is None:
+            break
+        last = newest[generation.number] or generation.sealed_at
+        too_old = settings.keep_seconds is not None and log.clock() - last > settings.keep_seconds * 1e6
+        too_much = settings.keep_bytes is not None and total > settings.keep_bytes
+        if not (too_old or too_much):
+            break
+        log.drop(name, generation.number)
+        total -= size[generation.number]
+        dropped += 1
+    return dropped
+
+
+def merge_small(backend: Backend, head: Head) -> int:
+    """Merge runs of small blocks beyond the index into full ones; how many blocks went into others."""
+    merged = 0
+    offset = backend.indexed_to(head.id)
+    while entries := backend.entries(head.id, offset, _STEP_BLOCKS):
+        at_end = entries[-1].past >= head.next_offset
+        for group in _groups(entries, take_rest=head.sealed and at_end):
+            if len(group) > 1 and _merge(backend, head, group):
+                merged += len(group)
+        offset = entries[-1].past
+    return merged
+
+
+def _full(entry: Entry) -> bool:
+    return entry.messages >= FULL_ROWS or entry.bytes >= FULL_BYTES
+
+
+def _groups(entries: Sequence[Entry], take_rest: bool) -> list[list[Entry]]:
+    """Adjacent small blocks that together make a full one; a rest that does not waits for more."""
+    groups: list[list[Entry]] = []
+    open_: list[Entry] = []
+    for entry in entries:
+        if _full(entry):
+            if len(open_) > 1:
+                groups.append(open_)
+            open_ = []
+            continue
+        open_.append(entry)
+        if sum(e.messages for e in open_) >= FULL_ROWS or sum(e.bytes for e in open_) >= FULL_BYTES:
+            groups.append(open_)
+            open_ = []
+    if take_rest and len(open_) > 1:
+        groups.append(open_)
+    return groups
+
+
+def _merge(backend: Backend, head: Head, group: Sequence[Entry]) -> bool:
+    stored = backend.bodies([entry.body for entry in group])
+    if len(stored) != len(group) or any(blocks.checksum(stored[e.body]) != e.checksum for e in group):
+        return False  # changed meanwhile, or corrupt: a corrupt block stays by itself, to cost no other
+    batch = blocks.merge([blocks.decode(stored[entry.body]) for entry in group])
+    data = blocks.encode(batch)
+    hashes = index.pack({index.topic_hash(topic) for topic in blocks.topics_of(batch)})
+    newest = group[-1].newest
+    block = NewBlock(head.stream.shard, batch.num_rows, newest, newest, blocks.checksum(data), hashes, data)
+    return backend.replace(head.id, group, block)
+
+
+def index_full(backend: Backend, head: Head) -> int:
+    """Index full blocks, a run at a time; of a sealed stream every block, full or not."""
+    indexed = 0
+    while True:
+        first = backend.indexed_to(head.id)
+        entries = backend.entries(head.id, first, RUN_BLOCKS)
+        ended = head.sealed and bool(entries) and entries[-1].past >= head.next_offset
+        if not entries or (len(entries) < RUN_BLOCKS and not ended):
+            return indexed
+        settled = _settled(entries, ended)
+        if not settled:
+            return indexed
+        stored = backend.hashes([entry.body for entry in settled])
+        if len(stored) != len(settled):
+            continue
+        part = [(entry.base, stored[entry.body]) for entry in settled]
+        backend.put_runs(head.id, [], index.build(part, first, settled[-1].past, level=1))
+        indexed += len(settled)
+
+
+def _settled(entries: Sequence[Entry], ended: bool) -> Sequence[Entry]:
+    """The blocks of a run that merging has left as they are; a small one among full ones counts as well."""
+    if ended:
+        return entries
+    last_full = max((at for at, entry in enumerate(entries) if _full(entry)), default=-1)
+    return entries[: last_full + 1] if last_full + 1 == len(entries) else []
+
+
+def compact_runs(backend: Backend, head: Head) -> None:
+    """Merge eight neighbouring runs of one level into one of the next."""
+    for level in range(1, RUN_LEVEL_MAX):
+        while True:
+            runs = [run for run in backend.runs(head.id, [0], 0) if run.level == level]
+            if len(runs) < RUN_FAN_IN:
+                break
+            chosen = {(run.first, run.level) for run in runs[:RUN_FAN_IN]}
+            whole = [
+                run
+                for run in backend.runs(head.id, range(index.BUCKETS), runs[0].first)
+                if (run.first, run.level) in chosen
+            ]
+            backend.put_runs(head.id, sorted(chosen), index.merge(whole, level + 1))

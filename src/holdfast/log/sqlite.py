@@ -1,0 +1,313 @@
+"""The log on SQLite: one writer at a time, so a transaction is all the locking there is."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from holdfast.errors import StoreError
+from holdfast.log.contract import (
+    Data,
+    Entry,
+    Generation,
+    Head,
+    Key,
+    Landed,
+    NewBlock,
+    Run,
+    check_expected,
+    placed_from,
+)
+from holdfast.log.watch import Changes, Watcher
+from holdfast.model import Micros, Stream
+from holdfast.store.sqlite import SqliteStore
+
+POLL_SECONDS = 0.05
+_MANY = 500  # SQLite bounds the parameters of one statement
+
+
+class SqliteLog:
+    """The seam of `contract.py` over one SQLite file."""
+
+    def __init__(self, store: SqliteStore):
+        self.store = store
+
+    def create_log(self, log: str, shards: int, shard_by: str, now: Micros) -> None:
+        with self.store.write() as db:
+            if db.execute("insert or ignore into logs values (?, ?)", (log, shard_by)).rowcount:
+                _open_generation(db, log, 1, shards, now)
+
+    def logs(self) -> dict[str, str]:
+        with self.store.read() as db:
+            return dict(db.execute("select log, shard_by from logs order by log"))
+
+    def generations(self, log: str) -> list[Generation]:
+        with self.store.read() as db:
+            return [
+                Generation(*row)
+                for row in db.execute(
+                    "select generation, shards, opened_at, sealed_at from generations"
+                    " where log = ? and not dropped order by generation",
+                    (log,),
+                )
+            ]
+
+    def heads(self, log: str) -> list[Head]:
+        return self._heads("s.log = ?", (log,))
+
+    def head(self, stream: Stream) -> Head | None:
+        where = "s.log = ? and s.generation = ? and s.shard = ?"
+        found = self._heads(where, (stream.log, stream.generation, stream.shard))
+        return found[0] if found else None
+
+    def _heads(self, where: str, parameters: Sequence[object]) -> list[Head]:
+        with self.store.read() as db:
+            rows = db.execute(
+                "select s.id, s.log, s.shard, s.generation, s.next_offset, s.bytes, s.oldest, s.newest, s.sealed"
+                " from streams s join generations g on g.log = s.log and g.generation = s.generation"
+                f" where {where} and not g.dropped order by s.generation, s.shard",
+                parameters,
+            ).fetchall()
+        return [Head(r[0], Stream(r[1], r[2], r[3]), r[4], r[5], r[6], r[7], bool(r[8])) for r in rows]
+
+    def append(
+        self,
+        log: str,
+        generation: int,
+        blocks: Sequence[NewBlock],
+        topics: Sequence[str],
+        expect: Mapping[int, int],
+        key: Key | None,
+        now: Micros,
+    ) -> tuple[list[Landed], bool] | None:
+        landed = []
+        with self.store.write() as db:
+            if key is not None:
+                row = db.execute("select sequence, placed from writers where writer = ?", (key.writer,)).fetchone()
+                if row is not None and row[0] >= key.sequence:
+                    return (placed_from(row[1]) if row[0] == key.sequence else []), True
+            streams = [
+                db.execute(
+                    "select id, next_offset, coalesce(newest, 0), sealed from streams"
+                    " where log = ? and generation = ? and shard = ?",
+                    (log, generation, block.shard),
+                ).fetchone()
+                for block in blocks
+            ]
+            if any(row is None or row[3] for row in streams):
+                return None
+            for block, (stream, base, newest, _) in zip(blocks, streams, strict=True):
+                check_expected(expect, block.shard, base, log)
+                newest = max(newest, block.newest)
+                body = _insert_block(db, stream, base, newest, block)
+                db.execute(
+                    "update streams set next_offset = next_offset + ?, bytes = bytes + ?,"
+                    " oldest = min(coalesce(oldest, ?), ?), newest = ? where id = ?",
+                    (block.messages, len(block.data), block.oldest, block.oldest, newest, stream),
+                )
+                landed.append(Landed(block.shard, base, block.messages, body))
+            if topics:
+                db.executemany(
+                    "insert or ignore into topics values (?, ?, ?)", [(log, generation, topic) for topic in topics]
+                )
+            if key is not None:
+                db.execute(
+                    "insert into writers values (?, ?, ?, ?) on conflict (writer) do update set"
+                    " sequence = excluded.sequence, placed = excluded.placed, updated_at = excluded.updated_at",
+                    (key.writer, key.sequence, json.dumps(landed), now),
+                )
+        return landed, False
+
+    def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
+        with self.store.read() as db:
+            return [
+                Entry(*row)
+                for row in db.execute(
+                    "select base, count, bytes, newest, checksum, body from blocks"
+                    " where stream = ?1 and base >= coalesce((select max(base) from blocks where stream = ?1"
+                    " and base <= ?2), 0) and base + count > ?2 order by base limit ?3",
+                    (stream, offset, limit),
+                )
+            ]
+
+    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[Entry]:
+        found: dict[int, Entry] = {}
+        with self.store.read() as db:
+            for offset in offsets:
+                row = db.execute(
+                    "select base, count, bytes, newest, checksum, body from blocks"
+                    " where stream = ? and base <= ? order by base desc limit 1",
+                    (stream, offset),
+                ).fetchone()
+                if row is not None:
+                    found[row[0]] = Entry(*row)
+        return [found[base] for base in sorted(found)]
+
+    def bodies(self, ids: Sequence[int]) -> dict[int, Data]:
+        return self._by_id("data", ids)
+
+    def hashes(self, ids: Sequence[int]) -> dict[int, bytes]:
+        return self._by_id("hashes", ids)
+
+    def _by_id(self, column: str, ids: Sequence[int]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        with self.store.read() as db:
+            for at in range(0, len(ids), _MANY):
+                some = ids[at : at + _MANY]
+                marks = ",".join("?" * len(some))
+                found.update(db.execute(f"select id, {column} from bodies where id in ({marks})", some))
+        return found
+
+    def topics(self, log: str, generation: int, prefix: str) -> list[str]:
+        with self.store.read() as db:
+            rows = db.execute(
+                "select topic from topics where log = ? and generation = ? and topic >= ? and topic < ?",
+                (log, generation, prefix, prefix + "\U0010ffff"),
+            )
+            return [topic for (topic,) in rows]
+
+    def seal(self, log: str, shards: int | None, now: Micros) -> Generation:
+        with self.store.write() as db:
+            number, old_shards = db.execute(
+                "select generation, shards from generations where log = ? and sealed_at is null", (log,)
+            ).fetchone()
+            db.execute("update generations set sealed_at = ? where log = ? and generation = ?", (now, log, number))
+            db.execute("update streams set sealed = 1 where log = ? and generation = ?", (log, number))
+            opened = Generation(number + 1, shards or old_shards, now, None)
+            _open_generation(db, log, opened.number, opened.shards, now)
+        return opened
+
+    def drop(self, log: str, generation: int) -> None:
+        with self.store.write() as db:
+            db.execute("update generations set dropped = 1 where log = ? and generation = ?", (log, generation))
+
+    def sweep(self, blocks_max: int) -> int:
+        with self.store.write() as db:
+            row = db.execute("select log, generation from generations where dropped limit 1").fetchone()
+            if row is None:
+                return 0
+            doomed = db.execute(
+                "select b.stream, b.base, b.body from streams s join blocks b on b.stream = s.id"
+                " where s.log = ? and s.generation = ? limit ?",
+                (*row, blocks_max),
+            ).fetchall()
+            db.executemany("delete from bodies where id = ?", [(body,) for _, _, body in doomed])
+            db.executemany("delete from blocks where stream = ? and base = ?", [(s, b) for s, b, _ in doomed])
+            if not doomed:
+                of_it = "(select id from streams where log = ? and generation = ?)"
+                db.execute(f"delete from topic_runs where stream in {of_it}", row)
+                for table in ("topics", "streams", "generations"):
+                    db.execute(f"delete from {table} where log = ? and generation = ?", row)
+            return max(1, len(doomed))
+
+    def replace(self, stream: int, old: Sequence[Entry], block: NewBlock) -> bool:
+        with self.store.write() as db:
+            for entry in old:
+                found = db.execute(
+                    "select 1 from blocks where stream = ? and base = ? and body = ?",
+                    (stream, entry.base, entry.body),
+                ).fetchone()
+                if found is None:
+                    return False
+            for entry in old:
+                db.execute("delete from blocks where stream = ? and base = ?", (stream, entry.base))
+                db.execute("delete from bodies where id = ?", (entry.body,))
+            _insert_block(db, stream, old[0].base, old[-1].newest, block)
+            db.execute(
+                "update streams set bytes = bytes + ? where id = ?",
+                (len(block.data) - sum(entry.bytes for entry in old), stream),
+            )
+        return True
+
+    def indexed_to(self, stream: int) -> int:
+        with self.store.read() as db:
+            row = db.execute(
+                "select coalesce(max(past), 0) from topic_runs where stream = ? and bucket = 0", (stream,)
+            ).fetchone()
+            return int(row[0])
+
+    def runs(self, stream: int, buckets: Sequence[int], offset: int) -> list[Run]:
+        with self.store.read() as db:
+            marks = ",".join("?" * len(buckets))
+            return [
+                Run(*row)
+                for row in db.execute(
+                    "select bucket, level, first, past, data from topic_runs"
+                    f" where stream = ? and bucket in ({marks}) and past > ? order by first",
+                    (stream, *buckets, offset),
+                )
+            ]
+
+    def put_runs(self, stream: int, old: Iterable[tuple[int, int]], new: Sequence[Run]) -> None:
+        with self.store.write() as db:
+            db.executemany(
+                "delete from topic_runs where stream = ? and first = ? and level = ?",
+                [(stream, first, level) for first, level in old],
+            )
+            db.executemany(
+                "insert into topic_runs (stream, bucket, level, first, past, data) values (?, ?, ?, ?, ?, ?)",
+                [(stream, *run) for run in new],
+            )
+
+    def forget_writers(self, before: Micros) -> int:
+        with self.store.write() as db:
+            return db.execute("delete from writers where updated_at < ?", (before,)).rowcount
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        with self.store.read() as db:
+            return _totals(db)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def _totals(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
+    rows = db.execute("select log, sum(next_offset), max(generation) * 1000000 + count(*) from streams group by log")
+    return {log: (messages, shape) for log, messages, shape in rows}
+
+
+def _open_generation(db: sqlite3.Connection, log: str, number: int, shards: int, now: Micros) -> None:
+    db.execute(
+        "insert into generations (log, generation, shards, opened_at) values (?, ?, ?, ?)", (log, number, shards, now)
+    )
+    db.executemany(
+        "insert into streams (log, generation, shard) values (?, ?, ?)", [(log, number, s) for s in range(shards)]
+    )
+
+
+def _insert_block(db: sqlite3.Connection, stream: int, base: int, newest: Micros, block: NewBlock) -> int:
+    body = db.execute("insert into bodies (hashes, data) values (?, ?)", (block.hashes, block.data)).lastrowid
+    if body is None:
+        raise StoreError("SQLite gave the block's body no id")
+    db.execute(
+        "insert into blocks (stream, base, count, bytes, newest, checksum, body) values (?, ?, ?, ?, ?, ?, ?)",
+        (stream, base, block.messages, len(block.data), newest, block.checksum, body),
+    )
+    return body
+
+
+class SqliteWatcher(Watcher):
+    """Looks at the file's data version, which changes when another connection commits; then at the totals."""
+
+    def __init__(self, store: SqliteStore, poll_seconds: float = POLL_SECONDS):
+        super().__init__()
+        self._store = store
+        self._poll_seconds = poll_seconds
+
+    def _listen(self, ready: threading.Event) -> None:
+        with self._store.read() as db:
+            version = db.execute("pragma data_version").fetchone()
+            changes = Changes(lambda: _totals(db), lambda log: self._own.get(log, 0))
+            ready.set()
+            while not self._stop.wait(self._poll_seconds):
+                with suppress(sqlite3.OperationalError):  # busy or out of room: the next look will tell
+                    now = db.execute("pragma data_version").fetchone()
+                    if now != version:
+                        hints = changes.since_last()
+                        version = now
+                        for log in hints:
+                            self._hint(log)
