@@ -23,10 +23,11 @@ __all__ = [
 _shared_memory: dict[str, Log] = {}
 
 
-def open_log(url: str, *, notifications: bool = True) -> Log:
+def open_log(url: str, *, notifications: bool = True, retry_seconds: float = 30.0) -> Log:
     """Open the store at `url`, making it if it is not there yet.
 
-    `notifications=False` leaves hearing of other processes' appends to polling alone.
+    `notifications=False` leaves hearing of other processes' appends to polling alone. `retry_seconds` is how
+    long a call keeps trying while a PostgreSQL server is away, before it raises.
     """
     match parse_url(url):
         case MemoryUrl(name):
@@ -41,7 +42,7 @@ def open_log(url: str, *, notifications: bool = True) -> Log:
             from holdfast.log.postgres import PostgresLog, PostgresWatcher
             from holdfast.store.postgres import PostgresStore
 
-            postgres = PostgresLog(PostgresStore(dsn))
+            postgres = PostgresLog(PostgresStore(dsn, retry_seconds))
             return Log(postgres, PostgresWatcher(postgres, notifications))
 
 

@@ -168,8 +168,11 @@ class Log:
         fresh: dict[str, int] = {}
         new_blocks, made = [], []
         for shard, rows, _ in split:
-            batch, oldest, newest = blocks.record_batch(rows, now)
             hashes = index.pack(_hashes(rows.topics, known, fresh))
+            try:
+                batch, oldest, newest = blocks.record_batch(rows, now)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise RequestError(f"the batch has a value that cannot be stored: {error}") from error
             data = blocks.encode(batch)
             new_blocks.append(NewBlock(shard, len(rows), oldest, newest, blocks.checksum(data), hashes, data))
             made.append(batch)
@@ -468,7 +471,8 @@ def _open_block(data: bytes | memoryview, entry: Entry) -> pa.RecordBatch | None
 
 
 def _shard(name: str, shards: int) -> int:
-    return zlib.crc32(name.encode()) % shards
+    # A name that is not valid Unicode is refused later on, where it can be named.
+    return zlib.crc32(name.encode(errors="surrogatepass")) % shards
 
 
 def _hashes(topics: Sequence[str], known: dict[str, int], fresh: dict[str, int]) -> list[int]:

@@ -55,7 +55,7 @@ _CLAIM = """
 
 _INSERT_BLOCK = """
     with body as (insert into bodies (hashes, data) values (%b, %b) returning id)
-    insert into blocks (stream, base, count, bytes, newest, checksum, body)
+    insert into blocks (stream, base, messages, bytes, newest, checksum, body)
     select %s::bigint, %s::bigint, %s::bigint, %s::bigint, %s::bigint, %s::bigint, id from body returning body
 """
 
@@ -177,8 +177,8 @@ class PostgresLog:
 
     def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
         query = """
-            select base, count, bytes, newest, checksum, body from blocks
-            where stream = %(stream)s and base + count > %(offset)s and base >= coalesce(
+            select base, messages, bytes, newest, checksum, body from blocks
+            where stream = %(stream)s and base + messages > %(offset)s and base >= coalesce(
                 (select max(base) from blocks where stream = %(stream)s and base <= %(offset)s), 0)
             order by base limit %(limit)s
         """

@@ -127,9 +127,9 @@ class SqliteLog:
             return [
                 Entry(*row)
                 for row in db.execute(
-                    "select base, count, bytes, newest, checksum, body from blocks"
+                    "select base, messages, bytes, newest, checksum, body from blocks"
                     " where stream = ?1 and base >= coalesce((select max(base) from blocks where stream = ?1"
-                    " and base <= ?2), 0) and base + count > ?2 order by base limit ?3",
+                    " and base <= ?2), 0) and base + messages > ?2 order by base limit ?3",
                     (stream, offset, limit),
                 )
             ]
@@ -139,7 +139,7 @@ class SqliteLog:
         with self.store.read() as db:
             for offset in offsets:
                 row = db.execute(
-                    "select base, count, bytes, newest, checksum, body from blocks"
+                    "select base, messages, bytes, newest, checksum, body from blocks"
                     " where stream = ? and base <= ? order by base desc limit 1",
                     (stream, offset),
                 ).fetchone()
@@ -284,7 +284,7 @@ def _insert_block(db: sqlite3.Connection, stream: int, base: int, newest: Micros
     if body is None:
         raise StoreError("SQLite gave the block's body no id")
     db.execute(
-        "insert into blocks (stream, base, count, bytes, newest, checksum, body) values (?, ?, ?, ?, ?, ?, ?)",
+        "insert into blocks (stream, base, messages, bytes, newest, checksum, body) values (?, ?, ?, ?, ?, ?, ?)",
         (stream, base, block.messages, len(block.data), newest, block.checksum, body),
     )
     return body

@@ -20,16 +20,14 @@ T = TypeVar("T")
 
 MIGRATION_LOCK = 0x486F6C64  # any fixed number: two processes that start at once take turns
 
-RETRY_SECONDS = 30.0
-"""How long a call keeps trying while the server is away, before it says so."""
-
 
 class PostgresStore:
     """One database, its tables in the schema `holdfast`."""
 
-    def __init__(self, dsn: str, retry_seconds: float = RETRY_SECONDS):
+    def __init__(self, dsn: str, retry_seconds: float = 30.0):
         self.dsn = dsn
         self.retry_seconds = retry_seconds
+        """How long a call keeps trying while the server is away, before it says so."""
         self._pool: Pool[Connection] = Pool(self.connect)
         self._migrate()
 

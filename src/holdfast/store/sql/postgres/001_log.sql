@@ -32,7 +32,7 @@ create table streams (
 create table blocks (
     stream    bigint not null,
     base      bigint not null,            -- offset of the first message
-    count     bigint not null,
+    messages  bigint not null,
     bytes     bigint not null,
     newest    bigint not null,            -- newest time in this block or any before it: never decreases
     checksum  bigint not null,

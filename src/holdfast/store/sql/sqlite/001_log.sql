@@ -32,7 +32,7 @@ create table streams (
 create table blocks (
     stream    integer not null,
     base      integer not null,            -- offset of the first message
-    count     integer not null,
+    messages  integer not null,
     bytes     integer not null,
     newest    integer not null,            -- newest time in this block or any before it: never decreases
     checksum  integer not null,
