@@ -102,7 +102,7 @@ def _decode(known: dict[int, _Decoder], first_byte: int, body: bytes, version: i
     kind, flags = first_byte >> 4, first_byte & 0x0F
     decoder = known.get(kind)
     if decoder is None or (kind == p.AUTH and (version < p.V5 or flags)):
-        # Flags are looked at only where a packet has some; those of these two acknowledgements are fixed.
+        # Sent by the wrong side, a packet is wrong whatever its flags; only these two are judged by them first.
         wrong_flags = flags and kind in (p.SUBACK, p.UNSUBACK)
         code = Reason.MALFORMED_PACKET if wrong_flags else Reason.PROTOCOL_ERROR
         raise PeerError(f"{p.NAMES[kind]} (first byte 0x{first_byte:02X}) may not be sent here", code)
@@ -496,7 +496,9 @@ def farewell(
         # A ping with a body is a framing mistake, after which nothing further is said.
         silent = version < p.V5 or (first_byte >> 4 in (p.PINGREQ, p.PINGRESP) and len(body) > 0)
         return b"" if silent else encode_disconnect(Disconnect(code, properties), version)
-    if first_byte >> 4 != p.CONNECT or code == Reason.MALFORMED_PACKET or code not in reasons.IN_CONNACK:
-        return b""
     v5 = bytes(body[:7]) == b"\0\4MQTT\5"
+    if first_byte >> 4 != p.CONNECT or code == Reason.MALFORMED_PACKET:
+        return b""
+    if code not in (reasons.IN_CONNACK if v5 else reasons.IN_CONNACK_3):
+        return b""
     return encode_connack(Connack(code, properties=properties), p.V5 if v5 else p.V311)
