@@ -56,12 +56,23 @@ def _package(name: str, wheel: str) -> Path:
 
 
 def _temp_folder(kind: str, uid: int, gid: int) -> Path:
-    # Short and open to every user: a socket's path takes some 100 characters, and TMPDIR may be private.
-    base = "/tmp" if os.access("/tmp", os.W_OK | os.X_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix=f"holdfast-{kind}-", dir=base))
+    """A folder that `uid` owns, in memory where there is room: creating a database there is ten times faster."""
+    base = next((base for base in ("/dev/shm", "/tmp") if _roomy(base)), tempfile.gettempdir())
+    for left in Path(base).glob(f"holdfast-{kind}-*-*"):  # by a run that was killed before it could clean up
+        if not psutil.pid_exists(int(left.name.split("-")[2])):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"holdfast-{kind}-{os.getpid()}-", dir=base))
     if uid != os.getuid():
         os.chown(folder, uid, gid)
     return folder
+
+
+def _roomy(base: str) -> bool:
+    # Both are open to every user and short: a socket's path takes some 100 characters.
+    if not os.access(base, os.W_OK | os.X_OK):
+        return False
+    disk = os.statvfs(base)
+    return disk.f_bavail * disk.f_frsize > 4 << 30 and not disk.f_flag & os.ST_NOEXEC
 
 
 class _Server:
@@ -205,7 +216,7 @@ class PostgresServer(_Server):
     def database(self) -> str:
         """The URL of a new, empty database."""
         name = f"test_{next(self._numbers)}"
-        self._execute(f"create database {name} template template0")
+        self._execute(f"create database {name} template template0 strategy file_copy")
         return self._url(name)
 
     def drop(self, url: str) -> None:
