@@ -1,0 +1,126 @@
+"""One thread and one stream for all watches on an etcd, however often the stream breaks.
+
+Each watch knows the last revision it has seen, so a new stream goes on from there. Where etcd has compacted
+that revision away, the watch is brought up to date from what there is.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.errors import HoldfastError, RequestError
+from holdfast.metadata.entries import Deleted, Entry, Event, Put
+from holdfast.metadata.etcd_gateway import Gateway, Json, Stream, decode
+from holdfast.metadata.watch import Watch
+
+
+class Snapshot(Protocol):
+    def __call__(self, prefix: str, keys_only: bool = False) -> tuple[int, dict[str, Entry]]: ...
+
+
+class EtcdWatcher:
+    def __init__(
+        self,
+        gateway: Gateway,
+        bounds: Callable[[str], Json],
+        local: Callable[[Json], str],
+        snapshot: Snapshot,
+    ):
+        self._gateway, self._bounds, self._local, self._snapshot = gateway, bounds, local, snapshot
+        self._changed = threading.Condition()
+        """Guards the set of watches and the stream; notified when the set changes."""
+        self._watches: list[Watch] = []
+        self._round = 0  # grows with every change of the set, so an outdated stream is recognised
+        self._stream: Stream | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, prefix: str, wake: Callable[[], None] | None) -> Watch:
+        if self._closed:
+            raise RequestError("this metadata store is closed")
+        revision, known = self._snapshot(prefix, keys_only=True)
+        watch = Watch(prefix, revision, known, wake, self._restart)
+        with self._changed:
+            self._watches.append(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="holdfast-metadata", daemon=True)
+                self._thread.start()
+        self._restart()
+        return watch
+
+    def _restart(self) -> None:
+        with self._changed:
+            self._round += 1
+            self._changed.notify_all()
+            if self._stream is not None:
+                self._stream.stop()
+
+    def _run(self) -> None:
+        failures = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or any(not w.closed for w in self._watches))
+                if self._closed:
+                    return
+                self._watches = [watch for watch in self._watches if not watch.closed]
+                watches, this_round = list(self._watches), self._round
+            try:
+                progressed = self._follow(watches, this_round)
+            except HoldfastError:  # away, or in trouble: the watches wait as long as it takes
+                progressed = False
+            failures = 0 if progressed else failures + 1
+            with self._changed:
+                if failures and self._round == this_round:
+                    self._changed.wait(min(0.05 * 2**failures, 2.0) * (0.5 + random.random()))
+
+    def _follow(self, watches: list[Watch], this_round: int) -> bool:
+        """One stream, from first to last; whether it brought anything."""
+        messages = [
+            {"create_request": {**self._bounds(watch.prefix), "start_revision": watch.seen + 1, "watch_id": number}}
+            for number, watch in enumerate(watches, 1)
+        ]
+        stream = self._gateway.stream("/v3/watch", messages)
+        progressed = False
+        try:
+            with self._changed:
+                if self._round != this_round:
+                    return True
+                self._stream = stream
+            for result in stream:
+                progressed = True
+                number = int(result.get("watch_id", 0))
+                if not 0 < number <= len(watches):
+                    continue
+                watch = watches[number - 1]
+                if result.get("canceled"):
+                    if "compact_revision" not in result:
+                        return False
+                    revision, entries = self._snapshot(watch.prefix)
+                    watch.resync(entries, revision)
+                    return True
+                watch.offer([self._event(event) for event in result.get("events", ())])
+        finally:
+            with self._changed:
+                self._stream = None
+            stream.close()
+        return progressed
+
+    def _event(self, event: Json) -> Event:
+        kv = event["kv"]
+        version = int(kv["mod_revision"])
+        if event.get("type") == "DELETE":
+            return Deleted(self._local(kv), version)
+        return Put(self._local(kv), decode(kv.get("value", "")), version=version)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            watches, self._watches = self._watches, []
+        self._restart()
+        if self._thread is not None:
+            self._thread.join()
+        for watch in watches:
+            watch.close()
