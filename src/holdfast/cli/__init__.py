@@ -1,0 +1,118 @@
+"""The command line: parse, call `ops`, show."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from holdfast.cli import output
+from holdfast.errors import HoldfastError
+
+app = typer.Typer(
+    name="holdfast",
+    help="A durable subscription engine for fleets.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+log_app = typer.Typer(no_args_is_help=True, help="Look at and look after the log.")
+app.add_typer(log_app, name="log")
+
+DEFAULT_STORE = "sqlite:///holdfast-data/holdfast.db"
+
+Store = Annotated[
+    str, typer.Option("--store", help="memory:, sqlite:///path or postgresql://…", envvar="HOLDFAST_STORE")
+]
+LogName = Annotated[str, typer.Argument(help="The log's name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs: JSON instead of a table.")]
+
+
+@app.command()
+def demo(
+    rounds: Annotated[int, typer.Option(help="How often the writer is killed.")] = 5,
+) -> None:
+    """Write to the embedded store, kill the writer in mid-write a few times, and audit what is left."""
+    from holdfast.demo import run
+
+    sys.exit(run(rounds))
+
+
+@log_app.command("ls")
+def log_ls(store: Store = DEFAULT_STORE, json: AsJson = False) -> None:
+    """Every log of the store, with what it shards by."""
+    from holdfast.log import open_log
+
+    with open_log(store) as log:
+        rows = [
+            {
+                "log": name,
+                "shard by": by,
+                "generations": len(log.generations(name)),
+                "messages": sum(h.next_offset for h in log.heads(name)),
+            }
+            for name, by in log.logs().items()
+        ]
+    output.table(rows, json)
+
+
+@log_app.command("show")
+def log_show(name: LogName = "messages", store: Store = DEFAULT_STORE, json: AsJson = False) -> None:
+    """The streams of a log: messages, bytes, oldest and newest."""
+    from holdfast import ops
+    from holdfast.log import open_log
+
+    with open_log(store) as log:
+        output.table(ops.streams(log, name), json)
+
+
+@log_app.command("read")
+def log_read(
+    name: LogName = "messages",
+    store: Store = DEFAULT_STORE,
+    filter_: Annotated[str, typer.Option("--filter", help="Topic filter.")] = "#",
+    start: Annotated[str, typer.Option(help="beginning, latest, offset:N, or a time.")] = "beginning",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many messages.")] = 20,
+    json: AsJson = False,
+) -> None:
+    """Read messages, oldest first."""
+    from holdfast import ops
+    from holdfast.log import open_log
+    from holdfast.model import parse_start
+
+    with open_log(store) as log:
+        output.table(ops.messages(log, name, filter_, parse_start(start), limit), json)
+
+
+@log_app.command("seal")
+def log_seal(
+    name: LogName = "messages",
+    store: Store = DEFAULT_STORE,
+    shards: Annotated[int | None, typer.Option(min=1, help="Shards of the next generation.")] = None,
+) -> None:
+    """End the open generation and begin the next."""
+    from holdfast.log import open_log
+
+    with open_log(store) as log:
+        opened = log.seal(name, shards)
+    print(f"log {name}: generation {opened.number} is open, with {opened.shards} shards")
+
+
+@log_app.command("maintain")
+def log_maintain(store: Store = DEFAULT_STORE) -> None:
+    """Merge small blocks, index full ones, free what was dropped: one round (a node does this by itself)."""
+    from holdfast.log import open_log
+    from holdfast.log.retention import maintain
+
+    with open_log(store) as log:
+        done = maintain(log)
+    print(f"merged {done.merged} blocks, indexed {done.indexed}, swept {done.swept}")
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line, not a traceback."""
+    try:
+        app()
+    except HoldfastError as error:
+        output.fail(error)

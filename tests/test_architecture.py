@@ -1,0 +1,72 @@
+"""Who imports whom, kept true."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+SOURCE = Path(holdfast.__file__).parent
+
+MAY_IMPORT = {
+    "errors": set(),
+    "model": {"errors"},
+    "topics": {"errors"},
+    "store": {"errors"},
+    "log": {"store", "model", "errors", "topics"},
+    "metadata": {"store", "model", "errors"},
+}
+"""Package or module of holdfast -> what else of holdfast it may import. Those not listed may import anything."""
+
+ASYNC_HOSTS = {"runtime", "web", "cli", "demo", "testing"}
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of everything a file imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: import by full name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return found
+
+
+def parts() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path in SOURCE.rglob("*.py"):
+        found.setdefault(path.relative_to(SOURCE).parts[0].removesuffix(".py"), []).append(path)
+    return found
+
+
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
+def test_a_part_imports_only_what_it_may(part: str) -> None:
+    for path in parts()[part]:
+        used = {name.split(".")[1] for name in imports(path) if name.startswith("holdfast.")}
+        stray = used & set(parts()) - MAY_IMPORT[part] - {part}
+        assert not stray, f"{path.relative_to(SOURCE)} imports {sorted(stray)}"
+
+
+def test_asyncio_only_in_hosts() -> None:
+    for part, paths in parts().items():
+        if part not in ASYNC_HOSTS:
+            for path in paths:
+                assert not any(name.split(".")[0] in ("asyncio", "uvloop") for name in imports(path)), path
+
+
+def test_every_module_says_in_its_first_sentence_what_it_is() -> None:
+    for paths in parts().values():
+        for path in paths:
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            assert text.split("\n\n")[0].rstrip().endswith((".", ":")), f"{path.relative_to(SOURCE)}: {text[:60]!r}"
+
+
+def test_public_names_are_meant_to_be_public() -> None:
+    public = {name for name in vars(holdfast) if not name.startswith("_")}
+    modules = {path.stem for path in SOURCE.glob("*.py")} | {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    assert public - modules == set(holdfast.__all__) - modules
+    assert sorted(holdfast.__all__) == list(holdfast.__all__)
