@@ -74,6 +74,10 @@ class TopicFilter:
     def everything(self) -> bool:
         return self.text == "#"
 
+    @property
+    def parts(self) -> tuple[TopicFilter, ...]:
+        return (self,)
+
     def matches(self, topic: str) -> bool:
         if self._pattern is None:
             return topic == self.text
@@ -105,3 +109,36 @@ def _regex(text: str) -> str:
 def match(filter_text: str, topic: str) -> bool:
     """Does this one filter match this one topic?"""
     return TopicFilter(filter_text).matches(topic)
+
+
+class AnyOf:
+    """Several filters as one: what matches any of them."""
+
+    __slots__ = ("parts", "text")
+
+    exact = False
+    prefix = ""
+
+    def __init__(self, parts: Iterable[TopicFilter]):
+        self.parts = tuple(parts)
+        self.text = "\0".join(sorted(part.text for part in self.parts))
+        """Names the set; no filter contains NUL."""
+
+    @property
+    def everything(self) -> bool:
+        return any(part.everything for part in self.parts)
+
+    def matches(self, topic: str) -> bool:
+        return any(part.matches(topic) for part in self.parts)
+
+    def matching(self, topics: Iterable[str]) -> list[int]:
+        return [at for at, topic in enumerate(topics) if self.matches(topic)]
+
+
+Wanted = TopicFilter | AnyOf
+
+
+def any_of(filters: Iterable[str]) -> Wanted:
+    """One filter, or several as one."""
+    parts = [TopicFilter(text) for text in filters]
+    return parts[0] if len(parts) == 1 else AnyOf(parts)

@@ -13,6 +13,7 @@ import pytest
 import holdfast
 from holdfast import ABSENT, At, Batch, Beginning, Key, Log, Message, Next, Since, Stream
 from holdfast.log import blocks
+from holdfast.log.contract import Retained
 from holdfast.log.retention import FULL_ROWS, RetentionSettings, expire, maintain
 
 Opener = Callable[[], Log]
@@ -181,6 +182,19 @@ def test_threads_append_at_once_without_gap_or_loss(log: Log) -> None:
         chunks = log.read(head.stream, 0).chunks
         assert [o for c in chunks for o in c.offsets()] == list(range(head.next_offset))
         assert {(head.stream, o) for c in chunks for o in c.offsets()} <= set(taken)
+
+
+def test_retained_messages_are_kept_replaced_and_cleared_with_the_append(opener: Opener, log: Log) -> None:
+    def last(topic: str, payload: bytes) -> Retained:
+        return Retained(topic, payload, "p", 5, b"\x26", 7)
+
+    log.append("one", Batch(["a", "b"], [b"1", b"2"]), retained=[last("a", b"0"), last("b", b"2"), last("a", b"1")])
+    assert sorted(log.retained("one")) == [last("a", b"1"), last("b", b"2")]
+    with pytest.raises(holdfast.PreconditionFailed):
+        log.append("one", Batch(["a"], [b"3"]), retained=[last("a", b"3")], expect={0: 9})
+    log.append("one", Batch(["b"], [b""]), retained=[last("b", b"")])
+    assert opener().retained("one") == [last("a", b"1")]
+    assert log.retained("messages") == []
 
 
 # -- reading ---------------------------------------------------------------------------------------------

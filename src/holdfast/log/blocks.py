@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from holdfast.log.contract import Data
 from holdfast.model import Batch, Micros
-from holdfast.topics import TopicFilter
+from holdfast.topics import Wanted
 
 _TIME = pa.timestamp("us", "UTC")
 _WORDS = pa.dictionary(pa.int32(), pa.string())
@@ -92,7 +92,7 @@ def topics_of(batch: pa.RecordBatch) -> list[str]:
     return words
 
 
-def matching_rows(batch: pa.RecordBatch, wanted: TopicFilter) -> pa.Int64Array | None:
+def matching_rows(batch: pa.RecordBatch, wanted: Wanted) -> pa.Int64Array | None:
     """Which rows match, or None for all of them."""
     words = batch.column(TOPIC)
     if wanted.everything and not pc.any(pc.starts_with(words.dictionary, "$")).as_py():

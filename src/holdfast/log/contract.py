@@ -90,6 +90,17 @@ class Landed(NamedTuple):
     body: int
 
 
+class Retained(NamedTuple):
+    """A topic's last word, for whoever subscribes later; an empty payload clears it."""
+
+    topic: str
+    payload: bytes
+    publisher: str
+    flags: int
+    properties: bytes | None
+    time: Micros
+
+
 class Run(NamedTuple):
     """One bucket of one index run: which topic hashes occur in which blocks of offsets [first, past)."""
 
@@ -215,13 +226,18 @@ class Backend(Protocol):
         expect: Mapping[int, int],
         key: Key | None,
         now: Micros,
+        retained: Sequence[Retained] = (),
     ) -> tuple[list[Landed], bool] | None:
         """Add the blocks, each at the end of its stream, all or none; durable on return.
 
         Offsets are assigned under the stream's lock in the same transaction: no gap, and offset n+1 is never
         visible before n. None if the generation has been sealed. The bool says that the key was a repeat.
-        Raises PreconditionFailed if an expected next offset is not the actual one.
+        Raises PreconditionFailed if an expected next offset is not the actual one. Retained messages are kept
+        (or, with an empty payload, cleared) in the same transaction, the last one for a topic winning.
         """
+
+    def retained(self, log: str) -> list[Retained]:
+        """Every retained message of a log."""
 
     def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
         """The directory from the block that holds `offset` on (or the first after it)."""

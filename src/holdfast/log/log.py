@@ -26,6 +26,7 @@ from holdfast.log.contract import (
     NewBlock,
     Placed,
     Reading,
+    Retained,
     Skipped,
 )
 from holdfast.log.plan import Planner
@@ -42,7 +43,7 @@ from holdfast.model import (
     check_log_name,
     now_micros,
 )
-from holdfast.topics import TopicFilter, check_topic
+from holdfast.topics import TopicFilter, Wanted, check_topic
 
 SHARDS = 16
 SHARDS_MAX = 4096
@@ -129,11 +130,13 @@ class Log:
         *,
         expect: Mapping[int, int] | None = None,
         key: Key | None = None,
+        retained: Sequence[Retained] = (),
     ) -> Appended:
         """Append a batch: one block per touched stream, all in one transaction, durable on return.
 
         `expect` names, by shard, the offset the next message must get (`ABSENT`: the stream must be empty).
         `key` makes a repeat recognisable: it changes nothing and returns what the first time returned.
+        `retained` are last words on their topics, kept or cleared in the same transaction.
         """
         _check_columns(batch)
         while True:
@@ -141,14 +144,16 @@ class Log:
             split = self._split(batch, shard_by, generation.shards)
             if expect is not None:
                 _check_expected(expect, generation.shards)
-            appended = self._append(log, generation.number, split, expect or {}, key)
+            appended = self._append(log, generation.number, split, expect or {}, key, retained)
             if appended is not None:
                 return appended
             self._open.pop(log, None)  # sealed meanwhile: the next generation may shard differently
 
-    def append_sharded(self, log: str, generation: int, parts: Mapping[int, Batch]) -> Appended | None:
+    def append_sharded(
+        self, log: str, generation: int, parts: Mapping[int, Batch], retained: Sequence[Retained] = ()
+    ) -> Appended | None:
         """As `append`, for a host that has sorted its rows by shard already; None: sealed meanwhile."""
-        return self._append(log, generation, [(s, part, None) for s, part in parts.items()], {}, None)
+        return self._append(log, generation, [(s, part, None) for s, part in parts.items()], {}, None, retained)
 
     def shard_of(self, log: str, publisher: str, topic: str) -> tuple[int, int]:
         """The open generation, and the shard in it a message would go to."""
@@ -162,6 +167,7 @@ class Log:
         split: Sequence[tuple[int, Batch, Sequence[int] | None]],
         expect: Mapping[int, int],
         key: Key | None,
+        retained: Sequence[Retained],
     ) -> Appended | None:
         now = self.clock()
         known = self._known.setdefault((log, generation), {})
@@ -176,7 +182,7 @@ class Log:
             data = blocks.encode(batch)
             new_blocks.append(NewBlock(shard, len(rows), oldest, newest, blocks.checksum(data), hashes, data))
             made.append(batch)
-        outcome = self.backend.append(log, generation, new_blocks, sorted(fresh), expect, key, now)
+        outcome = self.backend.append(log, generation, new_blocks, sorted(fresh), expect, key, now, retained)
         if outcome is None:
             return None
         landed, repeated = outcome
@@ -221,6 +227,10 @@ class Log:
             rows_of.setdefault(shard_of[name], []).append(row)
         return [(shard, batch.take(rows), rows) for shard, rows in sorted(rows_of.items())]
 
+    def retained(self, log: str) -> list[Retained]:
+        """The last words on each topic that has any."""
+        return self.backend.retained(log)
+
     # -- reading -------------------------------------------------------------------------------------
 
     def read(
@@ -228,7 +238,7 @@ class Log:
         stream: Stream,
         offset: int,
         *,
-        topics: TopicFilter | str | None = None,
+        topics: Wanted | str | None = None,
         rows_max: int = ROWS_MAX,
         bytes_max: int = BYTES_MAX,
         on_corrupt: str = "raise",
@@ -290,7 +300,7 @@ class Log:
                     result[entry.body] = _open_block(stored[entry.body], entry)
         return result
 
-    def streams(self, log: str, topics: TopicFilter | str | None = None) -> list[Head]:
+    def streams(self, log: str, topics: Wanted | str | None = None) -> list[Head]:
         """The streams in which matching messages are, or may still come, oldest generation first."""
         wanted = TopicFilter(topics) if isinstance(topics, str) else topics
         heads = self.heads(log)
@@ -305,13 +315,14 @@ class Log:
             if shard_by == "topic" and wanted.exact and head.stream.shard != _shard(wanted.text, shards[number]):
                 continue
             if head.sealed and number not in alive:
-                known = self.backend.topics(log, number, wanted.prefix)
-                alive[number] = any(wanted.matches(topic) for topic in known)
+                alive[number] = any(
+                    part.matching(self.backend.topics(log, number, part.prefix)) for part in wanted.parts
+                )
             if alive.get(number, True):
                 found.append(head)
         return found
 
-    def positions(self, log: str, start: Start, topics: TopicFilter | str | None = None) -> dict[Stream, int]:
+    def positions(self, log: str, start: Start, topics: Wanted | str | None = None) -> dict[Stream, int]:
         """Where a reader that starts there begins, stream by stream, oldest generation first."""
         return {head.stream: self.position(head, start) for head in self.streams(log, topics)}
 
@@ -359,7 +370,7 @@ class Log:
         self,
         log: str,
         start: Start = Beginning(),  # noqa: B008
-        topics: TopicFilter | str | None = None,
+        topics: Wanted | str | None = None,
     ) -> Iterator[Chunk]:
         """Everything that matches, stream by stream, up to where each stream ended when it was reached."""
         wanted = TopicFilter(topics) if isinstance(topics, str) else topics
@@ -395,7 +406,7 @@ class Log:
 class _Collector:
     """Gathers rows until a limit is reached."""
 
-    def __init__(self, stream: Stream, offset: int, wanted: TopicFilter | None, rows_max: int, bytes_max: int):
+    def __init__(self, stream: Stream, offset: int, wanted: Wanted | None, rows_max: int, bytes_max: int):
         self.stream, self.wanted = stream, wanted
         self.next_offset = offset
         self.rows_left, self.bytes_left = rows_max, bytes_max

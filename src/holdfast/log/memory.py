@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import UnknownStream
-from holdfast.log.contract import Data, Entry, Generation, Head, Key, Landed, NewBlock, Run, check_expected
+from holdfast.log.contract import Data, Entry, Generation, Head, Key, Landed, NewBlock, Retained, Run, check_expected
 from holdfast.model import Micros, Stream
 
 
@@ -45,6 +45,7 @@ class MemoryLog:
         self._bodies: dict[int, tuple[bytes, Data]] = {}
         self._topics: dict[tuple[str, int], set[str]] = {}
         self._writers: dict[str, tuple[int, list[Landed], Micros]] = {}
+        self._retained: dict[tuple[str, str], Retained] = {}
         self._last_body = 0
 
     def create_log(self, log: str, shards: int, shard_by: str, now: Micros) -> None:
@@ -89,6 +90,7 @@ class MemoryLog:
         expect: Mapping[int, int],
         key: Key | None,
         now: Micros,
+        retained: Sequence[Retained] = (),
     ) -> tuple[list[Landed], bool] | None:
         with self._lock:
             if key is not None:
@@ -112,6 +114,10 @@ class MemoryLog:
                 stream.bytes += entry.bytes
                 landed.append(Landed(block.shard, base, block.messages, entry.body))
             self._topics[log, generation].update(topics)
+            for last in retained:
+                self._retained.pop((log, last.topic), None)
+                if last.payload:
+                    self._retained[log, last.topic] = last
             if key is not None:
                 self._writers[key.writer] = (key.sequence, landed, now)
             return landed, False
@@ -120,6 +126,10 @@ class MemoryLog:
         self._last_body += 1
         self._bodies[self._last_body] = (block.hashes, block.data)
         return Entry(base, block.messages, len(block.data), newest, block.checksum, self._last_body)
+
+    def retained(self, log: str) -> list[Retained]:
+        with self._lock:
+            return [last for (name, _), last in self._retained.items() if name == log]
 
     def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
         with self._lock:

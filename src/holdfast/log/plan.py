@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.log import index
 from holdfast.log.contract import Backend, Entry, Head
-from holdfast.topics import TopicFilter
+from holdfast.topics import Wanted
 
 _PLANS_MAX = 1024
 _NEAR_END = 16
@@ -39,7 +39,7 @@ class Planner:
         self._plans: OrderedDict[tuple[int, str], _Plan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def page(self, head: Head, offset: int, wanted: TopicFilter | None, limit: int) -> tuple[list[Entry], int]:
+    def page(self, head: Head, offset: int, wanted: Wanted | None, limit: int) -> tuple[list[Entry], int]:
         """The next blocks to look into from `offset` on, and the offset below which that settles it."""
         plan = None
         if wanted is not None and not wanted.everything:
@@ -70,7 +70,7 @@ class Planner:
         hits = [e for e in tail if e.body not in stored or index.contains_any(stored[e.body], plan.hashes)]
         return hits, tail[-1].past if tail else head.next_offset
 
-    def _plan(self, head: Head, offset: int, wanted: TopicFilter) -> _Plan | None:
+    def _plan(self, head: Head, offset: int, wanted: Wanted) -> _Plan | None:
         """Remembered, since a reader comes back for more; None if the filter means too many topics."""
         key = (head.id, wanted.text)
         with self._lock:
@@ -97,11 +97,14 @@ class Planner:
                 self._plans.popitem(last=False)
         return plan
 
-    def _hashes(self, head: Head, wanted: TopicFilter) -> index.Hashes | None:
-        if wanted.exact:
-            return np.array([index.topic_hash(wanted.text)], "<u4")
-        known = self._backend.topics(head.stream.log, head.stream.generation, wanted.prefix)
-        means = wanted.matching(known)
-        if len(means) > _TOPICS_MAX:
-            return None
-        return np.unique(np.array([index.topic_hash(known[at]) for at in means], "<u4"))
+    def _hashes(self, head: Head, wanted: Wanted) -> index.Hashes | None:
+        means: set[int] = set()
+        for part in wanted.parts:
+            if part.exact:
+                means.add(index.topic_hash(part.text))
+                continue
+            known = self._backend.topics(head.stream.log, head.stream.generation, part.prefix)
+            means.update(index.topic_hash(known[at]) for at in part.matching(known))
+            if len(means) > _TOPICS_MAX:
+                return None
+        return np.array(sorted(means), "<u4")

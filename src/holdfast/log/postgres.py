@@ -26,6 +26,7 @@ from holdfast.log.contract import (
     Key,
     Landed,
     NewBlock,
+    Retained,
     Run,
     check_expected,
     placed_from,
@@ -113,12 +114,13 @@ class PostgresLog:
         expect: Mapping[int, int],
         key: Key | None,
         now: Micros,
+        retained: Sequence[Retained] = (),
     ) -> tuple[list[Landed], bool] | None:
         ours = key or self._own_key()
 
         def attempt() -> tuple[list[Landed], bool] | None:
             with self.store.write() as db:
-                return self._append(db, log, generation, blocks, topics, expect, ours, now)
+                return self._append(db, log, generation, blocks, topics, expect, ours, now, retained)
 
         outcome = self.store.retrying(attempt)
         # Our own key repeated means only that an earlier try of this very call had made it.
@@ -140,6 +142,7 @@ class PostgresLog:
         expect: Mapping[int, int],
         key: Key,
         now: Micros,
+        retained: Sequence[Retained],
     ) -> tuple[list[Landed], bool] | None:
         with db.pipeline():
             claimed = db.execute(_CLAIM, (key.writer, key.sequence, now))
@@ -170,10 +173,25 @@ class PostgresLog:
                     " oldest = least(oldest, %s), newest = %s where id = %s",
                     (block.messages, len(block.data), block.oldest, newest, stream),
                 )
+            # In order of topics, so that two appends that retain the same ones cannot deadlock.
+            for last in sorted({last.topic: last for last in retained}.values()):
+                db.execute("delete from retained where log = %s and md5(topic) = md5(%s)", (log, last.topic))
+                if last.payload:
+                    db.execute(
+                        "insert into retained values (%s, %s, %b, %s, %s, %b, %s)"
+                        " on conflict (log, md5(topic)) do update set payload = excluded.payload, publisher ="
+                        " excluded.publisher, flags = excluded.flags, properties = excluded.properties,"
+                        " time = excluded.time",
+                        (log, *last),
+                    )
             landed = [Landed(b.shard, base, b.messages, _only(cursor)) for b, base, cursor in places]
             db.execute("update writers set placed = %s where writer = %s", (json.dumps(landed), key.writer))
             db.execute("select pg_notify(%s, %s)", (CHANNEL, f"{self.instance} {log}"))
         return landed, False
+
+    def retained(self, log: str) -> list[Retained]:
+        query = "select topic, payload, publisher, flags, properties, time from retained where log = %s"
+        return [Retained(*row) for row in self._all(query, (log,), binary=True)]
 
     def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
         query = """

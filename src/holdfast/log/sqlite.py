@@ -18,6 +18,7 @@ from holdfast.log.contract import (
     Key,
     Landed,
     NewBlock,
+    Retained,
     Run,
     check_expected,
     placed_from,
@@ -83,6 +84,7 @@ class SqliteLog:
         expect: Mapping[int, int],
         key: Key | None,
         now: Micros,
+        retained: Sequence[Retained] = (),
     ) -> tuple[list[Landed], bool] | None:
         landed = []
         with self.store.write() as db:
@@ -114,6 +116,10 @@ class SqliteLog:
                 db.executemany(
                     "insert or ignore into topics values (?, ?, ?)", [(log, generation, topic) for topic in topics]
                 )
+            for last in {last.topic: last for last in retained}.values():
+                db.execute("delete from retained where log = ? and topic = ?", (log, last.topic))
+                if last.payload:
+                    db.execute("insert into retained values (?, ?, ?, ?, ?, ?, ?)", (log, *last))
             if key is not None:
                 db.execute(
                     "insert into writers values (?, ?, ?, ?) on conflict (writer) do update set"
@@ -121,6 +127,13 @@ class SqliteLog:
                     (key.writer, key.sequence, json.dumps(landed), now),
                 )
         return landed, False
+
+    def retained(self, log: str) -> list[Retained]:
+        with self.store.read() as db:
+            rows = db.execute(
+                "select topic, payload, publisher, flags, properties, time from retained where log = ?", (log,)
+            )
+            return [Retained(*row) for row in rows]
 
     def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
         with self.store.read() as db:

@@ -81,3 +81,15 @@ create table writers (
 alter table bodies alter column data set storage external;
 alter table bodies alter column hashes set storage external;
 alter table topic_runs alter column data set storage external;
+
+-- A topic's last word, for whoever subscribes later. A copy: the log may drop what it was copied from.
+create table retained (
+    log         text not null,
+    topic       text not null,
+    payload     bytea not null,
+    publisher   text not null,
+    flags       bigint not null,
+    properties  bytea,
+    time        bigint not null
+);
+create unique index retained_once on retained (log, md5(topic));

@@ -73,3 +73,15 @@ create table writers (
     placed      text not null,
     updated_at  integer not null
 ) without rowid;
+
+-- A topic's last word, for whoever subscribes later. A copy: the log may drop what it was copied from.
+create table retained (
+    log         text not null,
+    topic       text not null,
+    payload     blob not null,
+    publisher   text not null,
+    flags       integer not null,
+    properties  blob,
+    time        integer not null,
+    primary key (log, topic)
+) without rowid;
