@@ -1,0 +1,80 @@
+"""A streaming query's cursor: the same keys and the same form as any other subscription's, so lag shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from holdfast.cursors.cursor import Cursor, cursor_key
+from holdfast.log.contract import Head
+from holdfast.metadata import Delete, Put, VersionMismatch, open_metadata
+from holdfast.metadata.contract import Metadata
+from holdfast.model import Stream
+from holdfast.spark.offsets import Key, Place
+
+FLUSH_SECONDS = 5.0
+_CHANGES_MAX = 100
+
+
+class SavedCursor:
+    """The cursor of one named subscription to one log."""
+
+    def __init__(self, url: str, log: str, subscription: str):
+        self._metadata: Metadata = open_metadata(url)
+        self._log, self._subscription = log, subscription
+        self._saved: dict[Key, int] = {}
+        self._next_flush = 0.0
+
+    def load(self, heads: Sequence[Head]) -> Place | None:
+        """Where the subscription left off; None if there never was one."""
+        found: dict[Key, int] = {}
+        for head in heads:
+            entry = self._metadata.get(self._key(head.stream))
+            if entry is not None:
+                found[head.stream.generation, head.stream.shard] = Cursor.from_json(entry.value).floor
+        if not found:
+            return None
+        return Place(min(generation for generation, _ in found) - 1, found)
+
+    def save(self, place: Place, *, at_once: bool) -> None:
+        """Everything before `place` is acknowledged. Now and then, unless it is to be `at_once`."""
+        now = time.monotonic()
+        news = {key: offset for key, offset in place.at.items() if offset > self._saved.get(key, 0)}
+        finished = [key for key in self._saved if key[0] <= place.done and place.at]
+        if not (news or finished) or (now < self._next_flush and not at_once):
+            return
+        self._next_flush = now + FLUSH_SECONDS
+        keys = sorted(news)
+        for at in range(0, len(keys), _CHANGES_MAX):
+            some = keys[at : at + _CHANGES_MAX]
+            while not self._advance({key: news[key] for key in some}):
+                pass
+        self._saved.update(news)
+        for key in finished:
+            self._metadata.transact([Delete(self._key(self._stream(key)))])
+            del self._saved[key]
+
+    def _advance(self, news: dict[Key, int]) -> bool:
+        """Forward only: whoever else moved the cursor meanwhile keeps what it gained. False: try again."""
+        changes, versions = [], {}
+        for key, offset in news.items():
+            name = self._key(self._stream(key))
+            entry = self._metadata.get(name)
+            cursor = Cursor() if entry is None else Cursor.from_json(entry.value)
+            cursor.ack_range(0, offset - 1)
+            changes.append(Put(name, cursor.to_json(time.time())))
+            versions[name] = None if entry is None else entry.version
+        try:
+            self._metadata.transact(changes, versions)
+        except VersionMismatch:
+            return False
+        return True
+
+    def _stream(self, key: Key) -> Stream:
+        return Stream(self._log, key[1], key[0])
+
+    def _key(self, stream: Stream) -> str:
+        return cursor_key(self._log, stream, self._subscription)
+
+    def close(self) -> None:
+        self._metadata.close()

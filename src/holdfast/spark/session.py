@@ -1,0 +1,195 @@
+"""A Spark session that is tuned for Holdfast, quiet, and has every format registered."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import RequestError
+from holdfast.spark.java import cache_folder, class_archive, find_java
+
+try:
+    import pyspark
+    from pyspark.sql import SparkSession
+except ImportError as error:
+    raise RequestError("the pipeline needs PySpark, which is not installed: pip install 'holdfast[spark]'") from error
+
+_CHECKPOINTS = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+
+# What goes wrong in Spark reaches us as an exception; its log would only say it again, at length.
+_LOGGING = """
+rootLogger.level = off
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = PatternLayout
+appender.stderr.layout.pattern = %d{HH:mm:ss} spark %p %c{1}: %m%n%ex{short}
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = off
+"""
+
+_starting = threading.Lock()
+
+
+def session(master: str | None = None, **conf: Any) -> SparkSession:
+    """The process's Spark session, made if there is none yet.
+
+    `master` is `local[*]` unless said otherwise; a configuration key may be given by its name with
+    underscores for dots (`spark_executor_memory="2g"`), or as a mapping: `session(**{"spark.ui.enabled": True})`.
+    """
+    given = {_key(name): _text(value) for name, value in conf.items()}
+    with _starting:
+        found = SparkSession.getActiveSession()
+        if found is not None:
+            return _join(found, master, given)
+        spark = _start(master, given)
+        _register(spark)
+    return spark
+
+
+def _key(name: str) -> str:
+    key = name if "." in name else name.replace("_", ".")
+    if not key.startswith("spark."):
+        raise RequestError(f"{name!r} is no Spark setting; their names begin with spark., as in spark_ui_enabled=True")
+    return key
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _join(spark: SparkSession, master: str | None, given: dict[str, str]) -> SparkSession:
+    """A process has one session: ask for the same or stop it first."""
+    running = str(spark.sparkContext.master)
+    if master is not None and _local(master) != _local(running):
+        raise RequestError(f"this process has a Spark session on {running}; stop it before asking for {master}")
+    for key, value in given.items():
+        spark.conf.set(key, value)
+    return spark
+
+
+def _local(master: str) -> str:
+    """A local master without its retry count, which we add."""
+    return master.split(",")[0].rstrip("]")
+
+
+def _start(master: str | None, given: dict[str, str]) -> SparkSession:
+    master = _with_retries(master or given.get("spark.master") or "local[*]")
+    java_options = [given.pop("spark.driver.extraJavaOptions", ""), "-XX:+UseParallelGC"]
+    with _environment(master) as ours:
+        java_options += ours
+        settings = {**_tuned(master), **given, "spark.driver.extraJavaOptions": " ".join(java_options).strip()}
+        builder = SparkSession.builder.master(master).appName(given.get("spark.app.name", "holdfast"))
+        for key, value in settings.items():
+            builder = builder.config(key, value)
+        try:
+            spark = builder.getOrCreate()
+        except Exception as error:
+            raise RequestError(f"Spark did not start on {master}: {first_line(error)}") from error
+    if not master.startswith("local"):
+        spark.sparkContext.addPyFile(str(_package()))
+    return spark
+
+
+def _with_retries(master: str) -> str:
+    """A local master gives up at a task's first failure unless it is told how many to allow."""
+    if master == "local":
+        return "local[1,4]"
+    if master.startswith("local[") and "," not in master:
+        return f"{master[:-1]},4]"
+    return master
+
+
+@contextmanager
+def _environment(master: str) -> Iterator[list[str]]:
+    """What the JVM is to find in its environment while it starts; gives the options it needs besides."""
+    wanted = {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable), "PYTHONHASHSEED": "0"}
+    options: list[str] = []
+    if master.startswith("local"):
+        wanted["SPARK_LOCAL_IP"] = "127.0.0.1"
+    if "SPARK_CONF_DIR" not in os.environ:
+        # An empty folder: it goes on the class path, and a class archive tolerates no other there.
+        folder = cache_folder() / "conf"
+        folder.mkdir(exist_ok=True)
+        wanted["SPARK_CONF_DIR"] = str(folder)
+        options.append(_quiet())
+    if "SPARK_HOME" not in os.environ:  # with somebody's own Spark goes somebody's own Java
+        java = find_java()
+        wanted["JAVA_HOME"] = str(java.launcher)
+        options += class_archive(java, pyspark.__version__, Path(pyspark.__file__).parent)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield options
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _quiet() -> str:
+    """The JVM option that has Spark say nothing but what a user must know."""
+    path = cache_folder() / "log4j2.properties"
+    if not path.exists() or path.read_text() != _LOGGING:
+        path.write_text(_LOGGING)
+    return f"-Dlog4j2.configurationFile=file:{path}"
+
+
+def _tuned(master: str) -> dict[str, str]:
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.python.filterPushdown.enabled": "true",
+        "spark.sql.streaming.checkpointFileManagerClass": _CHECKPOINTS,
+        "spark.sql.streaming.stopTimeout": "30000",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+        "spark.sql.adaptive.enabled": "true",
+    }
+    if master.startswith("local"):
+        settings |= {
+            "spark.python.unix.domain.socket.enabled": "true",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.memory": "2g",
+            # Rather than 200: a micro-batch would spend seconds on empty partitions.
+            "spark.sql.shuffle.partitions": str(_cores(master)),
+        }
+    return settings
+
+
+def _cores(master: str) -> int:
+    inside = master.removeprefix("local").strip("[]").split(",")[0]
+    return len(os.sched_getaffinity(0)) if inside == "*" else int(inside or 1)
+
+
+def _package() -> Path:
+    """Holdfast itself as a zip file, for executors that do not have it installed."""
+    source = Path(__file__).resolve().parent.parent.parent
+    target = cache_folder() / f"holdfast-{os.getpid()}.zip"
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for package in ("holdfast", "pyspark_holdfast"):
+            for path in sorted((source / package).rglob("*")):
+                if path.is_file() and path.suffix in (".py", ".sql"):
+                    archive.write(path, path.relative_to(source))
+    return target
+
+
+def _register(spark: SparkSession) -> None:
+    from holdfast.spark.formats import formats
+
+    for source in formats(spark.sparkContext.defaultParallelism):
+        spark.dataSource.register(source)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

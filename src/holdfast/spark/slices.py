@@ -1,0 +1,150 @@
+"""Cutting what is to be read into partitions, and reading one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+
+from holdfast.errors import UnknownStream
+from holdfast.log import Log
+from holdfast.log.contract import Chunk
+from holdfast.model import Stream
+from holdfast.spark.schema import RowMaker
+from holdfast.spark.wanted import Sieve, Wanted, sifted
+
+ROWS_LEAST = 20_000
+"""A partition with fewer rows than this is not worth a task of its own."""
+
+_ROWS_READ = 65_536
+_ROWS_SMALL = 4096
+_ROWS_GATHERED = 16_384
+"""Pieces smaller than the one are gathered up to the other: a batch costs the JVM something, however small."""
+
+
+class Slice(NamedTuple):
+    """Offsets [first, past) of one stream."""
+
+    stream: Stream
+    first: int
+    past: int
+
+    @property
+    def rows(self) -> int:
+        return self.past - self.first
+
+
+@dataclass
+class Slices(InputPartition):
+    """One partition: some slices, read one after the other."""
+
+    slices: tuple[Slice, ...]
+
+    def __init__(self, slices: Sequence[Slice]):
+        self.slices = tuple(slices)
+
+
+def cut(log: Log, slices: Sequence[Slice], parts: int, *, exactly: bool = False) -> list[Slices]:
+    """At most so many partitions of about the same size, streams cut between blocks where it helps."""
+    total = sum(each.rows for each in slices)
+    if not total:
+        return []
+    if not exactly:
+        parts = max(1, min(parts, total // ROWS_LEAST))
+    target = -(-total // parts)
+    made: list[list[Slice]] = [[]]
+    room = target
+    for each in slices:
+        left = each
+        while left.rows > room and len(made) < parts:
+            at = _block_edge(log, left, left.first + room)
+            if at > left.first:
+                made[-1].append(left._replace(past=at))
+                left = left._replace(first=at)
+            made.append([])
+            room = target
+        if left.rows:
+            made[-1].append(left)
+            room -= left.rows
+    return [Slices(part) for part in made if part]
+
+
+def _block_edge(log: Log, piece: Slice, near: int) -> int:
+    """The first offset of the block that holds `near`, if that is inside the slice: no block is read twice."""
+    head = log.backend.head(piece.stream)
+    if head is None:  # in the lake only, where there are no blocks to be kept whole
+        return near
+    entries = log.backend.entries(head.id, near, 1)
+    if not entries:
+        return near
+    base, past = entries[0].base, entries[0].past
+    if base > piece.first:
+        return base
+    return past if past < piece.past else near
+
+
+def read(
+    log: Log, slices: Sequence[Slice], wanted: Wanted, maker: RowMaker, lake: str | None
+) -> Iterator[pa.RecordBatch]:
+    """The wanted rows of these slices, in order."""
+    sieve = Sieve(wanted)
+    small: list[pa.RecordBatch] = []
+    waiting = 0
+    for piece in slices:
+        for chunk in chunks(log, piece, wanted, lake):
+            offsets = _offsets(chunk)
+            if offsets[-1] >= piece.past:
+                offsets = offsets[: int(np.searchsorted(offsets, piece.past))]
+            offsets, batch = sifted(sieve, offsets, chunk.batch.slice(0, len(offsets)))
+            if not len(offsets):
+                continue
+            rows = maker.rows(piece.stream, offsets, batch)
+            if rows.num_rows < _ROWS_SMALL:
+                small.append(rows)
+                waiting += rows.num_rows
+            if waiting >= _ROWS_GATHERED or (small and rows.num_rows >= _ROWS_SMALL):
+                yield pa.concat_batches(small)
+                small, waiting = [], 0
+            if rows.num_rows >= _ROWS_SMALL:
+                yield rows
+    if small:
+        yield pa.concat_batches(small)
+
+
+def _offsets(chunk: Chunk) -> np.typing.NDArray[np.int64]:
+    if chunk.rows is None:
+        first = chunk.base + chunk.first
+        return np.arange(first, first + chunk.batch.num_rows, dtype=np.int64)
+    found: np.typing.NDArray[np.int64] = chunk.rows.to_numpy() + chunk.base
+    return found
+
+
+def chunks(log: Log, piece: Slice, wanted: Wanted, lake: str | None) -> Iterator[Chunk]:
+    """The slice's blocks, from the store, or from the lake if the store has dropped them."""
+    topics = wanted.index_filter
+    at, past = piece.first, piece.past
+    asked = wanted.numbers["offset"]
+    if asked.first is not None:
+        at = max(at, asked.first)
+    if asked.last is not None:
+        past = min(past, asked.last + 1)
+    while at < past:
+        rows_max = min(_ROWS_READ, past - at) if topics is None else _ROWS_READ
+        try:
+            reading = log.read(piece.stream, at, topics=topics, rows_max=rows_max)
+        except UnknownStream:
+            from holdfast.log.history import History
+
+            reading = History(log, root=lake).read(piece.stream, at, topics=topics, rows_max=rows_max)
+        for chunk in reading.chunks:
+            if chunk.batch.num_rows and _first(chunk) < past:
+                yield chunk
+        at = reading.next_offset
+
+
+def _first(chunk: Chunk) -> int:
+    return chunk.base + (chunk.first if chunk.rows is None else int(chunk.rows[0].as_py()))
