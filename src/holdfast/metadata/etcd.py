@@ -49,7 +49,11 @@ class EtcdMetadata(Metadata):
         """Raises StoreUnavailable at once if nobody answers there."""
         members, _, prefix = url.removeprefix("etcd:").removeprefix("//").partition("/")
         gateway = Gateway([_endpoint(url, member) for member in members.split(",")], retry_seconds)
-        gateway.call_once("/v3/maintenance/status", {}, repeatable=True)
+        try:
+            gateway.call_once("/v3/maintenance/status", {}, repeatable=True)
+        except BaseException:
+            gateway.close()
+            raise
         prefix = unquote(prefix).strip("/")
         return cls(gateway, f"/{prefix}/" if prefix else "")
 

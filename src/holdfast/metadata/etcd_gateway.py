@@ -123,7 +123,7 @@ class Gateway:
             if repeatable or message == "no leader":
                 return StoreUnavailable(f"{self.name} cannot serve just now: {message}")
             return OutcomeUnknown(f"{self.name} did not finish a change: {message}")
-        if code == INVALID_ARGUMENT:
+        if code == INVALID_ARGUMENT or "larger than max" in message:
             return RequestError(f"{self.name} refused: {message}")
         if code == RESOURCE_EXHAUSTED and "space" in message:
             return StoreFull(f"no room left in {self.name} ({message}); compact it or raise its quota")

@@ -72,7 +72,7 @@ class Pause:
         finally:
             if also is not None:
                 self._selector.unregister(also)
-        with suppress(BlockingIOError):
+        if any(key.fileobj is self._reader for key, _ in woken):  # else a nudge that comes now would be lost
             self._reader.recv(4096)
         return bool(woken)
 
