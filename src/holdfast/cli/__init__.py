@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import output
+from holdfast.cli import output, password
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 log_app = typer.Typer(no_args_is_help=True, help="Look at and look after the log.")
 app.add_typer(log_app, name="log")
+app.add_typer(password.app, name="password")
 
 DEFAULT_STORE = "sqlite:///holdfast-data/holdfast.db"
 
