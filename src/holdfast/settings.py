@@ -124,6 +124,16 @@ class AuthSettings:
     """HS256, RS256 or ES256: accept tokens of this kind as passwords; empty: none."""
     jwt_key_file: str = ""
     """The secret (HS256) or the PEM public key (RS256, ES256)."""
+    jwt_issuer: str = ""
+    """If set, a token's `iss` must be this."""
+    jwt_audience: str = ""
+    """If set, a token's `aud` must hold this."""
+    jwt_user_claim: str = "sub"
+    """Which claim of a token is the user's name."""
+    jwt_leeway_seconds: float = 10.0
+    """How far the issuer's clock may be from ours."""
+    client_id_must_be_user: bool = False
+    """Each user has one client id, the user name: nobody can take over another's session."""
     acl_file: str = ""
     """Who may publish and subscribe to what; empty: everyone to everything."""
     http_tokens_file: str = ""
@@ -208,7 +218,7 @@ def _from_file(file: Path) -> dict[str, Any]:
     return found
 
 
-def _names(kind: type) -> dict[str, Any]:
+def _names(kind: Any) -> dict[str, Any]:
     """Every setting's full name and type."""
     hints = typing.get_type_hints(kind)
     found: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,6 +39,35 @@ def demo(
     from holdfast.demo import run
 
     sys.exit(run(rounds))
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="Settings file (holdfast.toml).", exists=True)] = None,
+    data: Annotated[str | None, typer.Option(help="Folder for what is stored on this machine.")] = None,
+    store: Annotated[str | None, typer.Option(help="Where the log is kept: sqlite:///… or postgresql://…")] = None,
+    metadata: Annotated[str | None, typer.Option(help="Where cursors are kept, if not in the store: etcd://…")] = None,
+    mqtt: Annotated[str | None, typer.Option(help="HOST:PORT for MQTT.")] = None,
+    http: Annotated[str | None, typer.Option(help="HOST:PORT for the HTTP API.")] = None,
+    node_id: Annotated[str | None, typer.Option(help="This node's name.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, for any setting.")] = None,
+) -> None:
+    """Run a node: MQTT and HTTP over the log, until SIGTERM."""
+    from holdfast.runtime.serve import run
+    from holdfast.settings import from_environment
+
+    named = {
+        "data": data,
+        "store": store,
+        "metadata": metadata,
+        "mqtt.listen": mqtt,
+        "http.listen": http,
+        "node_id": node_id,
+    }
+    flags = [f"{name}={value}" for name, value in named.items() if value is not None]
+    if config is None and Path("holdfast.toml").exists():
+        config = Path("holdfast.toml")
+    run(from_environment(config, [*flags, *(set_ or [])]))
 
 
 @log_app.command("ls")

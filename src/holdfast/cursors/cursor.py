@@ -132,9 +132,7 @@ class Cursor:
     def advance(self, new: Cursor) -> None:
         """Take over the progress of `new` and its epoch; a holder from an older epoch is refused."""
         if new.epoch < self.epoch:
-            raise StaleEpoch(
-                f"progress under epoch {new.epoch} is refused: epoch {self.epoch} owns this cursor"
-            )
+            raise StaleEpoch(f"progress under epoch {new.epoch} is refused: epoch {self.epoch} owns this cursor")
         self.merge(new)
         self.epoch = new.epoch
 

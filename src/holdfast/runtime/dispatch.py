@@ -1,0 +1,288 @@
+"""From a commit to the sessions that want it, and from the log to the sessions that are behind.
+
+`heads` says how far each stream has been dispatched. Everything here runs on the loop's thread, so a session that
+has read up to `heads` is live from that moment on, and nothing falls between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from holdfast.errors import HoldfastError, UnknownStream
+from holdfast.log import Appended, Chunk, Log
+from holdfast.log import blocks as columns
+from holdfast.model import Batch, Stream
+from holdfast.mqtt.trie import Trie
+from holdfast.runtime.ingest import LOG
+from holdfast.sessions.session import Rows, Session, Skipped
+
+if TYPE_CHECKING:
+    from holdfast.runtime.connection import Connection
+
+logger = logging.getLogger("holdfast.dispatch")
+
+READY_ROWS_MAX = 8192
+"""How many rows wait in memory for one session; beyond that they wait in the log."""
+
+READ_ROWS = 8192
+READ_BYTES = 4 << 20
+READERS = 2
+
+
+class Dispatcher:
+    def __init__(self, log: Log, on_rows: Callable[[Rows], None]):
+        self._log = log
+        self._on_rows = on_rows
+        self.live: Trie[Connection] = Trie()
+        """Connected sessions by filter: what a commit is matched against."""
+        self.away: Trie[str] = Trie()
+        """Filters of durable sessions that are not connected: only to tell publishers that somebody listens."""
+        self.heads: dict[Stream, int] = {}
+        self.sealed: set[Stream] = set()
+        self._early: dict[Stream, dict[int, Rows]] = {}
+        """Our own blocks that came before other processes' blocks in front of them were read."""
+        self._pool = ThreadPoolExecutor(READERS, "holdfast-reader")
+        self._hungry: deque[Connection] = deque()
+        self._reading = 0
+        self._look_again = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.delivered = 0
+
+    def start(self) -> None:
+        self.refresh()
+        self._task = asyncio.create_task(self._follow(), name="follow")
+
+    def refresh(self) -> None:
+        """Take the streams as they are now as dispatched. Only before anyone is connected."""
+        for head in self._log.heads(LOG):
+            self.heads[head.stream] = head.next_offset
+            if head.sealed:
+                self.sealed.add(head.stream)
+
+    # -- from our own commits ----------------------------------------------------------------------------
+
+    def committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> set[str]:
+        """Blocks this node has just stored. Which of their topics anybody is subscribed to."""
+        heard: set[str] = set()
+        for placed in appended.placed:
+            stream, batch = placed.stream, parts[placed.stream.shard]
+            rows = Rows(stream, range(placed.base, placed.base + placed.count), batch, now)
+            head = self.heads.get(stream)
+            if head is None:
+                head = self.heads[stream] = 0
+                self.note_sealed()
+            if placed.base == head:
+                heard |= self._dispatch(rows)
+                self._dispatch_early(stream)
+            elif placed.base > head:
+                heard.update(topic for topic in set(batch.topics) if self.live.match(topic))
+                self._early.setdefault(stream, {})[placed.base] = rows
+                self._look_again.set()
+        away = self.away
+        if len(away):
+            for batch in parts.values():
+                heard.update(topic for topic in set(batch.topics) if topic not in heard and away.match(topic))
+        return heard
+
+    def note_sealed(self) -> None:
+        """A new generation has appeared: streams of older ones have been finalised."""
+        newest = max((s.generation for s in self.heads), default=0)
+        self.sealed = {s for s in self.heads if s.generation < newest}
+
+    def _dispatch_early(self, stream: Stream) -> None:
+        early = self._early.get(stream)
+        while early:
+            rows = early.pop(self.heads[stream], None)
+            if rows is None:
+                return
+            self._dispatch(rows)
+        self._early.pop(stream, None)
+
+    def _dispatch(self, rows: Rows) -> set[str]:
+        """Offer a block to every live session that wants any of it; the topics that were wanted."""
+        topics = rows.topics
+        stream = rows.stream
+        assert stream is not None
+        self._on_rows(rows)
+        distinct = set(topics)
+        match = self.live.match
+        hits = {topic: found for topic in distinct if (found := match(topic))}
+        self.heads[stream] = rows.offsets[-1] + 1
+        if not hits:
+            return set()
+        first = next(iter(hits.values()))
+        if len(first) == 1 and len(hits) == len(distinct) and all(found == first for found in hits.values()):
+            self._offer(first[0], rows, range(len(topics)))
+            return set(hits)
+        picks: dict[Connection, list[int]] = {}
+        for at, topic in enumerate(topics):
+            for connection in hits.get(topic, ()):
+                mine = picks.get(connection)
+                if mine is None:
+                    picks[connection] = [at]
+                elif mine[-1] != at:  # two filters of one session may match the same message
+                    mine.append(at)
+        for connection, mine in picks.items():
+            self._offer(connection, rows, mine)
+        return set(hits)
+
+    def _offer(self, connection: Connection, rows: Rows, picks: Sequence[int]) -> None:
+        session = connection.session
+        if session is None:
+            return
+        if session.offer(rows, picks, READY_ROWS_MAX):
+            connection.pump()
+        elif not connection.reading:
+            self.feed(connection)
+
+    # -- from other processes' commits -------------------------------------------------------------------
+
+    def hint(self) -> None:
+        """Somebody else appended (called on the loop's thread)."""
+        self._look_again.set()
+
+    async def _follow(self) -> None:
+        """Read and dispatch what other processes append, in order."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._look_again.wait()
+            self._look_again.clear()
+            try:
+                heads = await loop.run_in_executor(self._pool, self._log.heads, LOG)
+                kept = {head.stream for head in heads}
+                for stream in [s for s in self.heads if s not in kept]:
+                    del self.heads[stream]  # dropped by retention
+                    self.sealed.discard(stream)
+                for head in heads:
+                    if head.sealed:
+                        self.sealed.add(head.stream)
+                    self.heads.setdefault(head.stream, 0)
+                    await self._catch_up_with(head.stream, head.next_offset)
+            except HoldfastError as error:
+                logger.warning("cannot follow the log: %s", error)
+                await asyncio.sleep(0.5)
+                self._look_again.set()
+
+    async def _catch_up_with(self, stream: Stream, end: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._dispatch_early(stream)
+        while self.heads.get(stream, end) < end:
+            at = self.heads[stream]
+            stop = min([base for base in self._early.get(stream, ()) if base > at], default=end)
+            reading = await loop.run_in_executor(self._pool, self._read_all, stream, at, min(stop - at, READ_ROWS))
+            if self.heads.get(stream) != at:
+                continue  # a commit of our own came in between and settled it
+            for rows in reading:
+                self._dispatch(rows)
+            if not reading:
+                self.heads[stream] = stop
+            self._dispatch_early(stream)
+
+    def _read_all(self, stream: Stream, at: int, rows_max: int) -> list[Rows]:
+        """On a reader's thread."""
+        reading = self._log.read(stream, at, rows_max=rows_max, on_corrupt="skip")
+        return [rows_of(chunk) for chunk in reading.chunks]
+
+    # -- sessions that are behind ------------------------------------------------------------------------
+
+    def feed(self, connection: Connection) -> None:
+        """Read on for this session, when a reader is free."""
+        session = connection.session
+        if connection.reading or session is None or not session.behind or session.wanted is None:
+            return
+        connection.reading = True
+        self._hungry.append(connection)
+        self._feed_next()
+
+    def _feed_next(self) -> None:
+        while self._hungry and self._reading < READERS:
+            connection = self._hungry.popleft()
+            session = connection.session
+            stream = session.next_to_read() if session is not None and not connection.closed else None
+            if session is None or stream is None:
+                connection.reading = False
+                continue
+            self._reading += 1
+            loop = asyncio.get_running_loop()
+            reading = loop.run_in_executor(self._pool, self._read, stream, session.behind[stream], session)
+            reading.add_done_callback(
+                lambda done, c=connection, s=session, t=stream: self._fed(c, s, t, done)  # type: ignore[misc]
+            )
+
+    def _read(self, stream: Stream, at: int, session: Session) -> tuple[int, int, list[Rows], list[Skipped]]:
+        """On a reader's thread: from, to (-1: the stream is gone), rows, what could not be read."""
+        wanted = session.wanted
+        try:
+            reading = self._log.read(
+                stream, at, topics=wanted, rows_max=READ_ROWS, bytes_max=READ_BYTES, on_corrupt="skip"
+            )
+        except UnknownStream as error:
+            return at, -1, [], [Skipped(str(stream), at, None, str(error), time.time())]
+        lost = [Skipped(str(s), first, past, reason, time.time()) for s, first, past, reason in reading.skipped]
+        return at, reading.next_offset, [rows_of(chunk) for chunk in reading.chunks], lost
+
+    def _fed(
+        self,
+        connection: Connection,
+        session: Session,
+        stream: Stream,
+        done: asyncio.Future[tuple[int, int, list[Rows], list[Skipped]]],
+    ) -> None:
+        self._reading -= 1
+        connection.reading = False
+        try:
+            at, past, found, lost = done.result()
+        except HoldfastError as error:
+            logger.warning("cannot read %s for %s: %s", stream, session.client_id, error)
+            asyncio.get_running_loop().call_later(0.5, self.feed, connection)
+        else:
+            if connection.session is session and not connection.closed and session.behind.get(stream) == at:
+                for skip in lost:
+                    logger.warning(
+                        "%s: skipped %s from %d: %s", session.client_id, skip.stream, skip.first, skip.reason
+                    )
+                session.skipped += lost
+                for rows in found:
+                    session.put_ready(rows, session.pick(rows))
+                if past < 0:
+                    del session.behind[stream]
+                else:
+                    session.behind[stream] = past
+                    session.caught_up(stream, self.heads)
+                    session.dirty.add(stream)
+                connection.pump()
+        self._feed_next()
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def rows_of(chunk: Chunk) -> Rows:
+    """A chunk's columns as Python values: what the sending loop works on."""
+    batch = chunk.batch
+    words = batch.column(columns.TOPIC)
+    names = words.dictionary.to_pylist()
+    people = batch.column(columns.PUBLISHER)
+    publishers = people.dictionary.to_pylist()
+    properties = batch.column(columns.PROPERTIES)
+    first = chunk.base + chunk.first
+    return Rows(
+        chunk.stream,
+        range(first, first + batch.num_rows) if chunk.rows is None else chunk.offsets(),
+        Batch(
+            topics=[names[code] for code in words.indices.to_pylist()],
+            payloads=batch.column(columns.PAYLOAD).to_pylist(),
+            publishers=publishers[0] if len(publishers) == 1 else [publishers[c] for c in people.indices.to_pylist()],
+            flags=batch.column(columns.FLAGS).to_pylist(),
+            properties=None if properties.null_count == len(properties) else properties.to_pylist(),
+        ),
+        batch.column(columns.TIME).cast("int64").to_pylist(),
+    )

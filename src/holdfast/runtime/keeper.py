@@ -1,0 +1,256 @@
+"""Session records and cursors to the metadata store: many waiting changes, one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.cursors.cursor import Cursor, cursor_key
+from holdfast.cursors.flush import CursorStore
+from holdfast.errors import HoldfastError, RequestError
+from holdfast.metadata import Delete, Metadata, Put
+from holdfast.model import Stream
+from holdfast.runtime.ingest import LOG
+from holdfast.sessions.session import Session, Subscription
+
+logger = logging.getLogger("holdfast.keeper")
+
+T = TypeVar("T")
+PREFIX = "/holdfast/sessions/"
+
+
+class SubscriptionRecord(msgspec.Struct):
+    filter: str
+    qos: int
+    no_local: bool = False
+    retain_as_published: bool = False
+    retain_handling: int = 0
+    identifier: int = 0
+    since: dict[str, int] = {}
+
+
+class SessionRecord(msgspec.Struct):
+    """What is stored of a session, besides its cursors."""
+
+    client_id: str
+    expiry_seconds: int
+    epoch: int
+    connected: bool
+    disconnected_at: float = 0.0
+    clean_stop: bool = False
+    subscriptions: list[SubscriptionRecord] = []
+    in_flight: dict[str, tuple[str, int, int]] = {}
+    """Packet id -> stream, offset, QoS; only of a node that was stopped cleanly."""
+    received: list[int] = []
+
+
+def session_key(client_id: str) -> str:
+    return PREFIX + client_id.replace("%", "%25").replace("/", "%2F")
+
+
+def subscription_name(client_id: str, filter_text: str) -> str:
+    """As it stands in a cursor's key."""
+    return f"{client_id} {filter_text}"
+
+
+def record_of(session: Session, connected: bool, now: float, clean_stop: bool = False) -> SessionRecord:
+    in_flight: dict[str, tuple[str, int, int]] = {}
+    if not connected:
+        for packet_id, (place, offset, qos) in session.in_flight.items():
+            if isinstance(place, Stream) or place is None:
+                in_flight[str(packet_id)] = ("" if place is None else str(place), offset, qos)
+    return SessionRecord(
+        client_id=session.client_id,
+        expiry_seconds=session.expiry_seconds,
+        epoch=session.epoch,
+        connected=connected,
+        disconnected_at=0.0 if connected else now,
+        clean_stop=clean_stop,
+        subscriptions=[
+            SubscriptionRecord(
+                filter=s.filter,
+                qos=s.qos,
+                no_local=s.no_local,
+                retain_as_published=s.retain_as_published,
+                retain_handling=s.retain_handling,
+                identifier=s.identifier,
+                since={str(stream): at for stream, at in s.since.items()},
+            )
+            for s in session.subscriptions.values()
+        ],
+        in_flight=in_flight,
+        received=[] if connected else sorted(session.received),
+    )
+
+
+class Keeper:
+    """One thread that talks to the metadata store."""
+
+    def __init__(self, metadata: Metadata, on_trimmed: str):
+        self.metadata = metadata
+        self.cursors = CursorStore(metadata)
+        self._on_trimmed = on_trimmed
+        self._thread = ThreadPoolExecutor(1, "holdfast-keeper")
+        self._pending: dict[str, bytes | None] = {}
+        self._waiters: list[asyncio.Future[None]] = []
+        self._writing = False
+
+    async def call(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run on the keeper's thread, after what was asked for before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    # -- session records ---------------------------------------------------------------------------------
+
+    def save(self, record: SessionRecord) -> asyncio.Future[None]:
+        """Resolved when it is durable; saves that come meanwhile go together."""
+        return self._put(session_key(record.client_id), msgspec.json.encode(record))
+
+    def remove(self, client_id: str) -> asyncio.Future[None]:
+        return self._put(session_key(client_id), None)
+
+    def _put(self, key: str, value: bytes | None) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending[key] = value
+        self._waiters.append(future)
+        if not self._writing:
+            self._writing = True
+            asyncio.get_running_loop().call_soon(self._write)
+        return future
+
+    def _write(self) -> None:
+        pending, self._pending = self._pending, {}
+        waiters, self._waiters = self._waiters, []
+        if not waiters:
+            self._writing = False
+            return
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(self._thread, self._transact, pending)
+        writing.add_done_callback(lambda done: self._written(done, waiters))
+
+    def _transact(self, pending: dict[str, bytes | None]) -> None:
+        changes = [Delete(key) if value is None else Put(key, value) for key, value in pending.items()]
+        step = self.metadata.batch_max or len(changes) or 1
+        for at in range(0, len(changes), step):
+            self.metadata.transact(changes[at : at + step])
+
+    def _written(self, done: asyncio.Future[None], waiters: list[asyncio.Future[None]]) -> None:
+        error = done.exception()
+        for waiter in waiters:
+            if not waiter.done():
+                if error is None:
+                    waiter.set_result(None)
+                else:
+                    waiter.set_exception(error)
+                    waiter.exception()  # whoever does not wait for it need not be told
+        self._write()
+
+    def load_all(self) -> list[SessionRecord]:
+        """Every stored session (on the keeper's thread or before it matters)."""
+        found = []
+        for key, entry in self.metadata.list(PREFIX).items():
+            try:
+                found.append(msgspec.json.decode(entry.value, type=SessionRecord))
+            except msgspec.MsgspecError as error:
+                logger.error("the session at %s cannot be read and is left alone: %s", key, error)
+        return found
+
+    # -- bringing a session back -------------------------------------------------------------------------
+
+    def restore(self, record: SessionRecord, heads: dict[Stream, int]) -> Session:
+        """A session from its record and its cursors (on the keeper's thread)."""
+        session = Session(record.client_id, record.expiry_seconds, record.epoch)
+        for stored in record.subscriptions:
+            subscription = Subscription(
+                stored.filter,
+                stored.qos,
+                stored.no_local,
+                stored.retain_as_published,
+                stored.retain_handling,
+                stored.identifier,
+                {Stream.parse(name): at for name, at in stored.since.items()},
+            )
+            session.subscribe(subscription)
+        session.received = set(record.received)
+        for packet_id, (place, offset, qos) in record.in_flight.items():
+            session.in_flight[int(packet_id)] = (Stream.parse(place) if place else None, offset, qos)
+        session.generation = max((s.generation for sub in session.subscriptions.values() for s in sub.since), default=0)
+        if not session.subscriptions:
+            session.generation = max((s.generation for s in heads), default=0)
+            return session
+        crashed = record.connected and not record.clean_stop
+        for stream, head in heads.items():
+            self._restore_stream(session, stream, head, crashed)
+        return session
+
+    def _restore_stream(self, session: Session, stream: Stream, head: int, crashed: bool) -> None:
+        """The session reads on where its least advanced subscription is; the others are past that already."""
+        starts: dict[str, int] = {}
+        cursors: dict[str, Cursor] = {}
+        for subscription in session.subscriptions.values():
+            since = subscription.since.get(stream, 0 if stream.generation > session.generation else head)
+            name = subscription_name(session.client_id, subscription.filter)
+            try:
+                cursor = self.cursors.load(cursor_key(LOG, stream, name))
+            except RequestError as error:
+                cursor = self._unreadable(error, since, head)
+            starts[subscription.filter] = since if cursor is None else max(since, min(cursor.floor, head))
+            if cursor is not None:
+                cursors[subscription.filter] = cursor
+        at = min(starts.values())
+        for name, start in starts.items():
+            if start > at:
+                session.subscriptions[name].since[stream] = start
+        if at < head:
+            session.behind[stream] = at
+            least = min(starts, key=starts.__getitem__)
+            if least in cursors:
+                session.acked[stream] = cursors[least]
+            if crashed:
+                session.dup_below[stream] = head
+
+    def _unreadable(self, error: RequestError, since: int, head: int) -> Cursor | None:
+        if self._on_trimmed == "error":
+            raise error
+        logger.error("%s; going on from the %s message", error, self._on_trimmed)
+        return Cursor(head - 1) if self._on_trimmed == "latest" else None
+
+    # -- cursors -----------------------------------------------------------------------------------------
+
+    async def flush(self, sessions: list[Session], heads: dict[Stream, int]) -> int:
+        """Save the dirty cursors of these sessions in one transaction; what could not be saved stays dirty."""
+        wanted: dict[str, Cursor] = {}
+        owners: dict[str, tuple[Session, Stream]] = {}
+        for session in sessions:
+            if not session.durable or not session.dirty:
+                session.dirty.clear()
+                continue
+            dirty, session.dirty = session.dirty, set()
+            for (filter_text, stream), cursor in session.cursors(dirty, heads).items():
+                key = cursor_key(LOG, stream, subscription_name(session.client_id, filter_text))
+                wanted[key] = cursor
+                owners[key] = (session, stream)
+        if not wanted:
+            return 0
+        settled: set[str] = set()
+        try:
+            settled = await self.call(self.cursors.save, wanted, time.time())
+        except HoldfastError as error:
+            logger.warning("%d cursors could not be saved and will be tried again: %s", len(wanted), error)
+        for key in wanted.keys() - settled:
+            session, stream = owners[key]
+            session.dirty.add(stream)
+        return len(settled)
+
+    async def delete_cursors(self, client_id: str, filters: list[str], heads: dict[Stream, int]) -> None:
+        keys = [cursor_key(LOG, stream, subscription_name(client_id, f)) for stream in heads for f in filters]
+        if keys:
+            await self.call(self.cursors.delete, keys)
+
+    def close(self) -> None:
+        self._thread.shutdown()

@@ -1,0 +1,181 @@
+"""Sockets: TCP and TLS as they are, WebSocket unwrapped, all to the same connections."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from typing import TYPE_CHECKING, Any
+
+from websockets.datastructures import Headers
+from websockets.exceptions import InvalidHandshake
+from websockets.frames import CloseCode, Opcode
+from websockets.http11 import Request, Response
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+from websockets.typing import Subprotocol
+
+from holdfast.errors import RequestError
+from holdfast.runtime.connection import Connection
+from holdfast.settings import MqttSettings, address
+
+if TYPE_CHECKING:
+    from holdfast.runtime.node import Node
+
+logger = logging.getLogger("holdfast.listener")
+
+BACKLOG = 4096
+
+
+def tls_context(settings: MqttSettings) -> ssl.SSLContext:
+    """TLS 1.2 and up, with client certificates where an authority for them is named."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key or None)
+        if settings.tls_client_ca:
+            context.load_verify_locations(settings.tls_client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise RequestError(
+            f"TLS cannot be set up from mqtt.tls_certificate {settings.tls_certificate!r}, mqtt.tls_key "
+            f"{settings.tls_key!r}, mqtt.tls_client_ca {settings.tls_client_ca!r}: {error}"
+        ) from error
+    return context
+
+
+async def listen(node: Node) -> list[asyncio.Server]:
+    """Open every listener the settings name."""
+    settings, servers = node.settings.mqtt, []
+    context = tls_context(settings) if settings.tls or settings.websocket_tls else None
+    wait = node.settings.limits.connect_secs
+    loop = asyncio.get_running_loop()
+    for name, where, wrapped, tls in (
+        ("mqtt.listen", settings.listen, False, None),
+        ("mqtt.tls", settings.tls, False, context),
+        ("mqtt.websocket", settings.websocket, True, None),
+        ("mqtt.websocket_tls", settings.websocket_tls, True, context),
+    ):
+        if not where:
+            continue
+        host, port = address(name, where)
+
+        def accept(wrapped: bool = wrapped, tls: Any = tls) -> asyncio.Protocol:
+            connection = Connection(node, secure=tls is not None)
+            return WebSocket(connection) if wrapped else connection
+
+        more: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": wait} if tls else {}
+        try:
+            servers.append(await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True, **more))
+        except OSError as error:
+            raise RequestError(f"cannot listen on {where} ({name}): {error.strerror or error}") from error
+        logger.info("listening on %s (%s)", where, name)
+    return servers
+
+
+class WebSocket(asyncio.Protocol):
+    """A WebSocket around a connection. To the connection it is the transport; to the socket, the protocol."""
+
+    def __init__(self, inner: Connection):
+        self._inner = inner
+        size_max = 2 * inner.node.settings.limits.packet_bytes_max
+        self._wire = ServerProtocol(subprotocols=[Subprotocol("mqtt"), Subprotocol("mqttv3.1")], max_size=size_max)
+        self._socket: Any = None
+        self._open = False
+        self._parts: list[bytes] = []
+
+    # what the socket calls
+
+    def connection_made(self, transport: Any) -> None:
+        self._socket = transport
+        self._inner.connection_made(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._wire.receive_data(data)
+        self._events()
+
+    def _events(self) -> None:
+        for event in self._wire.events_received():
+            if isinstance(event, Request):
+                self._handshake(event)
+            elif isinstance(event, Response):
+                continue
+            elif event.opcode in (Opcode.BINARY, Opcode.CONT):
+                self._parts.append(bytes(event.data))
+                if event.fin:
+                    whole, self._parts = b"".join(self._parts), []
+                    self._inner.data_received(whole)
+            elif event.opcode is Opcode.TEXT:
+                self._wire.fail(CloseCode.UNSUPPORTED_DATA, "MQTT is sent in binary frames")
+        self._flush()
+
+    def _handshake(self, request: Request) -> None:
+        response: Response
+        try:
+            response = self._wire.accept(request)
+        except InvalidHandshake as error:
+            response = self._wire.reject(400, f"{error}\n")
+        if isinstance(response.headers, Headers) and response.status_code == 101:
+            self._open = True
+        self._wire.send_response(response)
+
+    def _flush(self) -> None:
+        for data in self._wire.data_to_send():
+            if data:
+                self._socket.write(data)
+            else:  # the library's word for: close the sending side
+                if self._socket.can_write_eof():
+                    self._socket.write_eof()
+        if self._wire.close_expected() and self._wire.state is State.CLOSED:
+            self._socket.close()
+
+    def eof_received(self) -> bool:
+        self._wire.receive_eof()
+        self._flush()
+        return False
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._inner.connection_lost(error)
+
+    # what the connection calls
+
+    def write(self, data: bytes) -> None:
+        if self._open and self._wire.state is State.OPEN:
+            self._wire.send_binary(data)
+            self._flush()
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        if self._open and self._wire.state is State.OPEN:
+            self._wire.send_close(CloseCode.NORMAL_CLOSURE)
+            self._flush()
+            # The client answers with its own close; if it does not, it is made to go.
+            asyncio.get_running_loop().call_later(2.0, self._socket.abort)
+        else:
+            self._socket.close()
+
+    def abort(self) -> None:
+        self._socket.abort()
+
+    def is_closing(self) -> bool:
+        return bool(self._socket.is_closing())
+
+    def pause_reading(self) -> None:
+        self._socket.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._socket.resume_reading()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._socket.set_write_buffer_limits(high=high, low=low)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket.get_extra_info(name, default)

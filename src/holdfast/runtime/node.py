@@ -1,0 +1,543 @@
+"""A node: sessions and who is connected, wired to the log, the metadata store and the sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import heapq
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from holdfast.auth import authenticator
+from holdfast.auth.authenticator import Authenticator
+from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal
+from holdfast.cursors.cursor import cursor_key
+from holdfast.errors import HoldfastError, PeerError, RequestError
+from holdfast.log import open_log
+from holdfast.log.retention import RetentionSettings, maintain
+from holdfast.metadata import open_metadata
+from holdfast.model import RETAIN, Beginning, Next, Start, Stream, parse_start
+from holdfast.mqtt import codec
+from holdfast.mqtt import packets as p
+from holdfast.mqtt.reasons import Reason
+from holdfast.runtime.connection import Connection, effective_expiry
+from holdfast.runtime.dispatch import Dispatcher
+from holdfast.runtime.ingest import LOG, Ingest
+from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
+from holdfast.runtime.metrics import Metrics
+from holdfast.sessions.retained import RetainedMessages
+from holdfast.sessions.session import NEVER, Rows, Session, Subscription
+from holdfast.settings import AuthSettings, Settings
+
+logger = logging.getLogger("holdfast.node")
+
+START_PROPERTY = "holdfast-start"
+SHARES = ("$share/", "$shared/", "$shares/", "$queue/")
+
+
+class Node:
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.node_id = settings.node_id or f"node-{secrets.token_hex(4)}"
+        self.log = open_log(settings.store_url)
+        self.log.create(LOG, settings.log.shards, settings.log.shard_by)
+        self.metadata = open_metadata(settings.metadata or self._shared_store())
+        self.keeper = Keeper(self.metadata, settings.sessions.on_trimmed)
+        self.auth = Authenticator(auth_settings(settings.auth))
+        self.names: dict[bytes, str] = {}
+        """Topics by their bytes, shared by all connections that may publish anywhere."""
+        self.sessions: dict[str, Session] = {}
+        self.connections: dict[str, Connection] = {}
+        """Open connections by client id."""
+        self.sockets: set[Connection] = set()
+        self.stored: dict[str, SessionRecord] = {}
+        """Sessions of earlier runs that nobody has come back for yet."""
+        self.ready = False
+        self.failure: str | None = None
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._expiries: list[tuple[float, int, str]] = []
+        self._wills: list[tuple[float, int, str, p.Will]] = []
+        self._order = itertools.count()
+        self._stopping = False
+
+    def _shared_store(self) -> Any:
+        return getattr(self.log.backend, "store", None) or "memory:"
+
+    # -- start and stop ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.now = loop.time
+        self.retained = RetainedMessages(self.log.retained(LOG))
+        self.dispatcher = Dispatcher(self.log, self.retained.see)
+        self.ingest = Ingest(
+            self.log, self.settings.limits.batch_bytes_max, self.dispatcher.committed, self._commit_failed
+        )
+        self.metrics = Metrics(self)
+        self.dispatcher.start()
+        self.ingest.start()
+        self._watch = self.log.watch(lambda log: _from_thread(loop, self._hinted, log))
+        for record in await self.keeper.call(self.keeper.load_all):
+            self.stored[record.client_id] = record
+            if record.connected:
+                record.disconnected_at = time.time()
+            self._expire_later(record.client_id, record.disconnected_at, record.expiry_seconds)
+            for subscription in record.subscriptions:
+                self.dispatcher.away.add(subscription.filter, record.client_id)
+        self.spawn(self._tick())
+        self.spawn(self._flush_cursors())
+        self.spawn(self._upkeep())
+        self.ready = True
+
+    def _hinted(self, log: str) -> None:
+        if log == LOG and not self._stopping:
+            self.dispatcher.hint()
+
+    async def stop(self) -> None:
+        """A clean stop: clients are told, everything taken is durable, packet ids are remembered."""
+        if self._stopping:
+            return
+        self._stopping, self.ready = True, False
+        for connection in list(self.sockets):
+            connection.will = None
+            connection.close(Reason.SERVER_SHUTTING_DOWN)
+        await self.ingest.close()
+        sessions = [s for s in self.sessions.values() if s.durable]
+        for session in sessions:
+            session.dirty.update(self.dispatcher.heads)
+        await self.keeper.flush(sessions, self.dispatcher.heads)
+        now = time.time()
+        saves = [self.keeper.save(record_of(s, connected=False, now=now, clean_stop=True)) for s in sessions]
+        if saves:
+            await asyncio.wait(saves)
+        for task in list(self._tasks):
+            task.cancel()
+        self._watch.close()
+        self.dispatcher.close()
+        self.keeper.close()
+        self.metadata.close()
+        self.log.close()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of the node failed", exc_info=task.exception())
+
+    def _commit_failed(self, error: HoldfastError) -> None:
+        self.failure = str(error)
+        self.metrics.failed.inc()
+
+    # -- connections -------------------------------------------------------------------------------------
+
+    def admit(self, connection: Connection) -> bool:
+        if len(self.sockets) >= self.settings.limits.connections_max:
+            connection.transport.abort()
+            return False
+        self.sockets.add(connection)
+        return True
+
+    def gone(self, connection: Connection) -> None:
+        self.sockets.discard(connection)
+        self.leave(connection)
+
+    def publish_checker(self, identity: Identity) -> Callable[[str], bool] | None:
+        return self.auth.acl.publish_checker(identity) if self.settings.auth.acl_file else None
+
+    def bounded_expiry(self, seconds: int) -> int:
+        limit = self.settings.sessions.expiry_secs_max
+        return min(seconds, limit) if limit else seconds
+
+    async def join(self, connection: Connection, packet: p.Connect) -> None:
+        """A CONNECT: who is it, which session is that, and welcome."""
+        if self._stopping:
+            raise PeerError("shutting down", Reason.SERVER_UNAVAILABLE)
+        if "authentication_method" in packet.properties:
+            raise PeerError("enhanced authentication is not supported", Reason.BAD_AUTHENTICATION_METHOD)
+        assigned = not packet.client_id
+        client_id = packet.client_id or f"auto-{secrets.token_hex(10)}"
+        if assigned and packet.version < p.V5 and not packet.clean_start:
+            raise PeerError("an empty client id needs a clean session", Reason.CLIENT_ID_NOT_VALID)
+        identity = await self._authenticate(connection, packet, client_id)
+        lock = self._locks.setdefault(client_id, asyncio.Lock())
+        try:
+            async with lock:
+                await self._join(connection, packet, client_id, identity, assigned)
+        finally:
+            if not lock.locked() and not getattr(lock, "_waiters", None):
+                self._locks.pop(client_id, None)
+
+    async def _authenticate(self, connection: Connection, packet: p.Connect, client_id: str) -> Identity:
+        credentials = Credentials(
+            client_id=client_id,
+            username=packet.username,
+            password=packet.password,
+            peer_is_loopback=is_loopback(connection),
+            certificate_subject=certificate_subject(connection),
+        )
+        outcome = self.auth.check_at_once(credentials, time.time())
+        if outcome is None:  # argon2 is slow on purpose: never on the loop's thread
+            loop = asyncio.get_running_loop()
+            outcome = await loop.run_in_executor(None, self.auth.check, credentials, time.time())
+        if isinstance(outcome, Refusal):
+            logger.info("%s: %s refused: %s", connection.peer, client_id, outcome.message)
+            raise PeerError(outcome.message, outcome.reason_code)
+        return outcome
+
+    async def _join(
+        self, connection: Connection, packet: p.Connect, client_id: str, identity: Identity, assigned: bool
+    ) -> None:
+        old = self.connections.get(client_id)
+        if old is not None:
+            old.close(Reason.SESSION_TAKEN_OVER)
+        if packet.clean_start:
+            await self._discard(client_id)
+        session = self.sessions.get(client_id)
+        if session is None and client_id in self.stored:
+            record = self.stored[client_id]
+            session = await self.keeper.call(self.keeper.restore, record, dict(self.dispatcher.heads))
+            self.stored.pop(client_id, None)
+            self.sessions[client_id] = session
+        present = session is not None
+        if session is None:
+            if len(self.sessions) + len(self.stored) >= self.settings.limits.sessions_max:
+                raise PeerError("too many sessions", Reason.QUOTA_EXCEEDED)
+            session = self.sessions[client_id] = Session(client_id, 0, epoch=0)
+            session.generation = max((s.generation for s in self.dispatcher.heads), default=0)
+        was_durable = session.durable
+        session.epoch += 1
+        session.expiry_seconds = self.bounded_expiry(effective_expiry(packet))
+        self._cancel_will(client_id)
+        if session.durable:
+            await self.keeper.save(record_of(session, connected=True, now=time.time()))
+        elif was_durable and present:
+            await self._forget_stored(session)
+        again = await self._under_way(session)
+        if connection.closed or connection.transport.is_closing():
+            session.park(self.dispatcher.heads, self.dispatcher.sealed)
+            self._expire_later(client_id, time.time(), session.expiry_seconds)
+            return
+        self.connections[client_id] = connection
+        session.unpark(self.dispatcher.heads, time.time())
+        for filter_text in session.subscriptions:
+            self.dispatcher.away.remove(filter_text, client_id)
+            self.dispatcher.live.add(filter_text, connection)
+        connection.welcome(packet, session, present, identity, assigned)
+        if connection.state == "open":
+            connection.resend(again)
+            connection.pump()
+
+    async def _under_way(self, session: Session) -> list[tuple[int, Rows | None, int, int]]:
+        """What was sent and not acknowledged, fetched from the log again, in the order it was sent."""
+        found = []
+        for packet_id, (place, at, qos) in list(session.in_flight.items()):
+            rows, row = (place, at) if isinstance(place, Rows) else (None, 0)
+            if isinstance(place, Stream):
+                rows = await asyncio.get_running_loop().run_in_executor(None, self._read_one, place, at)
+                if rows is None:
+                    del session.in_flight[packet_id]
+                    continue
+            found.append((packet_id, rows, row, qos))
+        return found
+
+    def _read_one(self, stream: Stream, offset: int) -> Rows | None:
+        from holdfast.runtime.dispatch import rows_of
+
+        try:
+            reading = self.log.read(stream, offset, rows_max=1)
+        except HoldfastError as error:
+            logger.warning("a delivery under way cannot be sent again: %s", error)
+            return None
+        return rows_of(reading.chunks[0]) if reading.chunks else None
+
+    def leave(self, connection: Connection) -> None:
+        """The connection is over; what happens to its session depends on its expiry."""
+        session, connection.session = connection.session, None
+        if session is None:
+            return
+        client_id = session.client_id
+        if self.connections.get(client_id) is connection:
+            del self.connections[client_id]
+        for filter_text in session.subscriptions:
+            self.dispatcher.live.remove(filter_text, connection)
+            if session.durable:
+                self.dispatcher.away.add(filter_text, client_id)
+        session.park(self.dispatcher.heads, self.dispatcher.sealed)
+        if connection.will is not None:
+            self._will_later(client_id, connection.will, session)
+        if self._stopping:
+            return
+        if not session.durable:
+            self.spawn(self._discard(client_id, only=session))
+            return
+        session.dirty.update(session.behind)
+        self._expire_later(client_id, time.time(), session.expiry_seconds)
+        self.spawn(self._save_parked(session))
+
+    async def _save_parked(self, session: Session) -> None:
+        await self.keeper.flush([session], self.dispatcher.heads)
+        if session.client_id not in self.connections and self.sessions.get(session.client_id) is session:
+            await self.keeper.save(record_of(session, connected=False, now=time.time()))
+
+    async def _discard(self, client_id: str, only: Session | None = None) -> None:
+        """The session ends: subscriptions, cursors and record go with it."""
+        session = self.sessions.get(client_id)
+        if only is not None and session is not only:
+            return
+        record = self.stored.pop(client_id, None)
+        if session is not None:
+            del self.sessions[client_id]
+        filters = [s.filter for s in record.subscriptions] if record else []
+        filters += list(session.subscriptions) if session else []
+        for filter_text in filters:
+            self.dispatcher.away.remove(filter_text, client_id)
+        self._publish_will_now(client_id)
+        if record is not None or (session is not None and (session.durable or session.epoch > 1)):
+            await self.keeper.delete_cursors(client_id, filters, self.dispatcher.heads)
+            await self.keeper.remove(client_id)
+
+    async def _forget_stored(self, session: Session) -> None:
+        """It was durable and is no longer."""
+        await self.keeper.delete_cursors(session.client_id, list(session.subscriptions), self.dispatcher.heads)
+        await self.keeper.remove(session.client_id)
+
+    # -- subscriptions -----------------------------------------------------------------------------------
+
+    async def subscribe(self, connection: Connection, packet: p.Subscribe) -> bytes:
+        """Take the filters one by one; the SUBACK, once what it promises is durable."""
+        session = connection.session
+        if session is None:
+            return b""
+        start = self._start_of(packet)
+        reasons = []
+        changed = False
+        for request in packet.filters:
+            reason = self._check_subscription(connection, session, request)
+            if reason < 0x80:
+                await self._add_subscription(connection, session, packet, request, start)
+                changed = True
+            reasons.append(reason)
+        if changed and session.durable:
+            await self.keeper.save(record_of(session, connected=True, now=time.time()))
+        if connection.version < p.V5:
+            reasons = [r if r < 0x80 else 0x80 for r in reasons]
+        return codec.encode_suback(p.Suback(packet.packet_id, tuple(reasons)), connection.version)
+
+    def _start_of(self, packet: p.Subscribe) -> Start | None:
+        for name, value in packet.properties.get("user_properties", []):
+            if name == START_PROPERTY:
+                try:
+                    return parse_start(value)
+                except RequestError as error:
+                    raise PeerError(str(error), Reason.IMPLEMENTATION_SPECIFIC_ERROR) from error
+        return None
+
+    def _check_subscription(self, connection: Connection, session: Session, request: p.FilterRequest) -> int:
+        if request.filter.startswith(SHARES):
+            return Reason.SHARED_SUBSCRIPTIONS_NOT_SUPPORTED
+        known = request.filter in session.subscriptions
+        if not known and len(session.subscriptions) >= self.settings.limits.subscriptions_max:
+            return Reason.QUOTA_EXCEEDED
+        if connection.identity is not None and not self.auth.acl.may_subscribe(connection.identity, request.filter):
+            return Reason.NOT_AUTHORIZED
+        return request.qos
+
+    async def _add_subscription(
+        self,
+        connection: Connection,
+        session: Session,
+        packet: p.Subscribe,
+        request: p.FilterRequest,
+        start: Start | None,
+    ) -> None:
+        heads = self.dispatcher.heads
+        subscription = Subscription(
+            request.filter,
+            request.qos,
+            request.no_local,
+            request.retain_as_published,
+            request.retain_handling,
+            packet.subscription_identifier,
+        )
+        known = request.filter in session.subscriptions
+        if not known or start is not None:
+            asked = start or Next()
+            if isinstance(asked, Next):
+                subscription.since = {stream: session.position(stream, heads) for stream in heads}
+                if not session.subscriptions:
+                    subscription.since = dict(heads)
+                    session.behind.clear()
+            else:
+                await self._start_earlier(session, subscription, asked)
+        new = session.subscribe(subscription)
+        if connection.session is session:
+            self.dispatcher.live.add(request.filter, connection)
+        if request.retain_handling == 0 or (request.retain_handling == 1 and new):
+            rows = self.retained.rows_for(request.filter, time.time())
+            if rows is not None:
+                session.put_ready(rows, range(len(rows.topics)))
+
+    async def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
+        """Begin in the past: the session goes back, and its other subscriptions let what they had pass."""
+        loop = asyncio.get_running_loop()
+        asked = await loop.run_in_executor(None, self.log.positions, LOG, start, subscription.matcher)
+        heads = self.dispatcher.heads
+        for stream, head in heads.items():
+            at = asked.get(stream, head if not isinstance(start, Beginning) else 0)
+            before = session.position(stream, heads)
+            subscription.since[stream] = at
+            if at < before:
+                for other in session.subscriptions.values():
+                    if other.filter != subscription.filter:
+                        other.since[stream] = max(other.since.get(stream, 0), before)
+                session.behind[stream] = at
+                session.acked.pop(stream, None)
+
+    async def unsubscribe(self, connection: Connection, packet: p.Unsubscribe) -> bytes:
+        session = connection.session
+        if session is None:
+            return b""
+        reasons, gone = [], []
+        for filter_text in packet.filters:
+            found = session.unsubscribe(filter_text)
+            if found is not None:
+                self.dispatcher.live.remove(filter_text, connection)
+                gone.append(filter_text)
+            reasons.append(0x00 if found is not None else 0x11)
+        if gone and session.durable:
+            await self.keeper.delete_cursors(session.client_id, gone, self.dispatcher.heads)
+            await self.keeper.save(record_of(session, connected=True, now=time.time()))
+        return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version)
+
+    def begin(self, connection: Connection) -> None:
+        """After a SUBACK: retained messages, and the past where it was asked for."""
+        connection.pump()
+
+    # -- wills, expiry, upkeep ---------------------------------------------------------------------------
+
+    def _will_later(self, client_id: str, will: p.Will, session: Session) -> None:
+        delay = min(will.delay, session.expiry_seconds)
+        if delay and not self._stopping:
+            heapq.heappush(self._wills, (self.now() + delay, next(self._order), client_id, will))
+        else:
+            self._publish_will(client_id, will)
+
+    def _cancel_will(self, client_id: str) -> None:
+        self._wills = [w for w in self._wills if w[2] != client_id]
+        heapq.heapify(self._wills)
+
+    def _publish_will_now(self, client_id: str) -> None:
+        for _, _, _, will in [w for w in self._wills if w[2] == client_id]:
+            self._publish_will(client_id, will)
+        self._cancel_will(client_id)
+
+    def _publish_will(self, client_id: str, will: p.Will) -> None:
+        if will.topic.startswith("$"):
+            return
+        flags = will.qos | (RETAIN if will.retain else 0)
+        self.ingest.publish_one(client_id, will.topic, will.payload, flags, will.properties or None, None)
+
+    def _expire_later(self, client_id: str, since: float, expiry_seconds: int) -> None:
+        if expiry_seconds != NEVER:
+            heapq.heappush(self._expiries, (since + expiry_seconds, next(self._order), client_id))
+
+    async def _tick(self) -> None:
+        """Once in a while: silent clients, wills that are due, sessions that have expired."""
+        while True:
+            await asyncio.sleep(0.25)
+            now = self.now()
+            for connection in list(self.connections.values()):
+                limit = connection.keep_alive_seconds * 1.5
+                if limit and now - connection.last_seen > limit:
+                    connection.close(Reason.KEEP_ALIVE_TIMEOUT)
+            while self._wills and self._wills[0][0] <= now:
+                _, _, client_id, will = heapq.heappop(self._wills)
+                self._publish_will(client_id, will)
+            while self._expiries and self._expiries[0][0] <= time.time():
+                await self._expire(heapq.heappop(self._expiries)[2])
+
+    async def _expire(self, client_id: str) -> None:
+        """Its time may have come; unless it came back, or left again later."""
+        if client_id in self.connections:
+            return
+        record, session = self.stored.get(client_id), self.sessions.get(client_id)
+        overdue = record is not None and record.disconnected_at + record.expiry_seconds <= time.time()
+        left_again = any(entry[2] == client_id for entry in self._expiries)
+        if overdue or (session is not None and not left_again):
+            await self._discard(client_id)
+
+    async def _flush_cursors(self) -> None:
+        every = self.settings.cursors.subscription_progress_flush_secs
+        while True:
+            await asyncio.sleep(every)
+            dirty = [s for s in self.sessions.values() if s.dirty]
+            if dirty:
+                self.metrics.flushed.inc(await self.keeper.flush(dirty, self.dispatcher.heads))
+
+    async def _upkeep(self) -> None:
+        """Merge, index, roll and drop, on a thread of its own; cursors of dropped streams go too."""
+        chosen = self.settings.log
+        retention = RetentionSettings(
+            generation_seconds_max=chosen.generation_secs or None,
+            generation_bytes_max=chosen.generation_bytes or None,
+            keep_seconds=chosen.keep_secs or None,
+            keep_bytes=chosen.keep_bytes or None,
+        )
+        while True:
+            await asyncio.sleep(chosen.upkeep_secs)
+            before = set(self.dispatcher.heads)
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, maintain, self.log, retention)
+                kept = {head.stream for head in self.log.heads(LOG)}
+                for stream in before - kept:
+                    await self.keeper.call(self._forget_stream, stream)
+                self.failure = None
+            except HoldfastError as error:
+                logger.warning("upkeep: %s", error)
+
+    def _forget_stream(self, stream: Stream) -> None:
+        prefix = cursor_key(LOG, stream, "").removesuffix("/cursor")
+        self.keeper.cursors.delete(self.metadata.list(prefix))
+
+    # -- for operators -----------------------------------------------------------------------------------
+
+    def cursors_of(self, session: Session) -> dict[tuple[str, Stream], Any]:
+        return dict(session.cursors(self.dispatcher.heads, self.dispatcher.heads))
+
+    async def publish(self, publisher: str, topic: str, payload: bytes, qos: int, retain: bool) -> bool:
+        """From HTTP: True once it is durable."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        flags = qos | (RETAIN if retain else 0)
+        self.ingest.publish_one(publisher, topic, payload, flags, None, done.set_result)
+        return await done
+
+
+def auth_settings(chosen: AuthSettings) -> authenticator.AuthSettings:
+    """An empty setting is none."""
+    given = {name: value if value != "" else None for name, value in dataclasses.asdict(chosen).items()}
+    return authenticator.AuthSettings(**given)  # type: ignore[arg-type]
+
+
+def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], log: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+        loop.call_soon_threadsafe(call, log)
+
+
+def is_loopback(connection: Connection) -> bool:
+    peer = connection.transport.get_extra_info("peername")
+    return not isinstance(peer, tuple) or peer[0] in ("127.0.0.1", "::1") or str(peer[0]).startswith("127.")
+
+
+def certificate_subject(connection: Connection) -> CertificateSubject | None:
+    certificate = connection.transport.get_extra_info("peercert")
+    return certificate.get("subject") if certificate else None

@@ -1,0 +1,463 @@
+"""A session decides what its client gets next and how far it has come; it holds no message for long.
+
+A stream is either *live* for the session (whatever is committed next is offered to it at once) or *behind* (the
+session reads it from the log, from an offset it knows). Both feed one queue of rows that are ready to be sent:
+
+    commit ──offer──▶ ready ──take──▶ in flight ──ack──▶ cursor
+                        ▲                  │
+    log ────read────────┘                  └─ unacknowledged: sent again when the client comes back
+
+The surprising rule: a live stream has no position of its own. Its position is wherever the node has dispatched to,
+so that ten thousand up-to-date subscribers cost nothing while others publish.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.cursors.cursor import Cursor
+from holdfast.model import RETAIN, Batch, Stream
+from holdfast.mqtt.fastpath import PACKET_IDS, remaining_length, topic_bytes
+from holdfast.mqtt.properties import expiry_of, with_expiry
+from holdfast.mqtt.wire import to_varint
+from holdfast.topics import TopicFilter, Wanted, any_of
+
+NEVER = 0xFFFF_FFFF
+"""A session expiry that does not come."""
+
+RELEASED = 3
+"""In place of a QoS: the PUBREL of a QoS 2 delivery is out, only its PUBCOMP is missing."""
+
+V5 = 5
+
+
+class Rows:
+    """Messages of one block, as columns, on their way to one or more sessions."""
+
+    __slots__ = ("flags", "offsets", "payloads", "properties", "publishers", "stream", "times", "topics")
+
+    def __init__(
+        self,
+        stream: Stream | None,
+        offsets: Sequence[int],
+        batch: Batch,
+        times: Sequence[int] | int,
+    ):
+        self.stream, self.offsets = stream, offsets
+        self.topics, self.payloads = batch.topics, batch.payloads
+        self.publishers, self.flags, self.properties = batch.publishers, batch.flags, batch.properties
+        self.times = times
+
+
+@dataclass(slots=True)
+class Subscription:
+    """One filter of a session and its options."""
+
+    filter: str
+    qos: int
+    no_local: bool = False
+    retain_as_published: bool = False
+    retain_handling: int = 0
+    identifier: int = 0
+    since: dict[Stream, int] = field(default_factory=dict)
+    """Where it began, by stream: earlier messages are not its own."""
+    matcher: TopicFilter = field(init=False)
+    identifier_bytes: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.matcher = TopicFilter(self.filter)
+        self.identifier_bytes = b"\x0b" + to_varint(self.identifier) if self.identifier else b""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A record of what a session did not get, and why."""
+
+    stream: str
+    first: int
+    past: int | None
+    reason: str
+    at: float
+
+
+InFlight = tuple[Any, int, int]
+"""Where the message is (its stream and offset, or the rows of a retained one), and its QoS or RELEASED."""
+
+
+class Session:
+    """Everything about one client that outlives its connection."""
+
+    def __init__(self, client_id: str, expiry_seconds: int, epoch: int = 1):
+        self.client_id = client_id
+        self.expiry_seconds = expiry_seconds
+        self.epoch = epoch
+        self.subscriptions: dict[str, Subscription] = {}
+        self.in_flight: dict[int, InFlight] = {}
+        self.received: set[int] = set()
+        """Packet ids of QoS 2 publishes that are stored and not yet released."""
+        self.behind: dict[Stream, int] = {}
+        """Streams that are not live, and where to read on."""
+        self.acked: dict[Stream, Cursor] = {}
+        """What was acknowledged above `behind`, after a resume from the store: not to be sent again."""
+        self.dup_below: dict[Stream, int] = {}
+        """Messages below may have been sent before a crash: they go out marked as duplicates."""
+        self.dirty: set[Stream] = set()
+        self.skipped: list[Skipped] = []
+        self.generation = 0
+        """The newest generation this session knew when it was parked."""
+        self._ready: deque[list[Any]] = deque()
+        self.ready_rows = 0
+        self._last_id = 0
+        self._wanted: Wanted | None = None
+        self._only: Subscription | None = None
+        self._routes: dict[str, tuple[Subscription, ...]] = {}
+
+    # -- subscriptions -----------------------------------------------------------------------------------
+
+    def subscribe(self, subscription: Subscription) -> bool:
+        """Add or replace; whether it is new."""
+        old = self.subscriptions.get(subscription.filter)
+        if old is not None and not subscription.since:
+            subscription.since = old.since
+        self.subscriptions[subscription.filter] = subscription
+        self._changed()
+        return old is None
+
+    def unsubscribe(self, filter_text: str) -> Subscription | None:
+        gone = self.subscriptions.pop(filter_text, None)
+        self._changed()
+        return gone
+
+    def _changed(self) -> None:
+        self._routes.clear()
+        self._wanted = any_of(self.subscriptions) if self.subscriptions else None
+        self._only = next(iter(self.subscriptions.values())) if len(self.subscriptions) == 1 else None
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """All its filters as one."""
+        return self._wanted
+
+    @property
+    def durable(self) -> bool:
+        return self.expiry_seconds > 0
+
+    # -- feeding -----------------------------------------------------------------------------------------
+
+    def offer(self, rows: Rows, picks: Sequence[int], rows_max: int) -> bool:
+        """Rows just committed to a live stream. False: no room, the stream is behind from here on."""
+        stream = rows.stream
+        assert stream is not None
+        if stream in self.behind:
+            return False
+        if self.ready_rows + len(picks) > rows_max or self._waits_for_older(stream):
+            self.behind[stream] = rows.offsets[picks[0]]
+            return False
+        self._ready.append([rows, picks, 0])
+        self.ready_rows += len(picks)
+        return True
+
+    def _waits_for_older(self, stream: Stream) -> bool:
+        """A publisher's messages keep their order across generations: the older is read to its end first."""
+        return bool(self.behind) and any(s.generation < stream.generation for s in self.behind)
+
+    def put_ready(self, rows: Rows, picks: Sequence[int]) -> None:
+        """Rows read from the log (or retained ones)."""
+        if picks:
+            self._ready.append([rows, picks, 0])
+            self.ready_rows += len(picks)
+
+    def pick(self, rows: Rows) -> Sequence[int]:
+        """Which of the rows read from the log are still to be sent."""
+        stream = rows.stream
+        assert stream is not None
+        cursor = self.acked.get(stream)
+        flying = {offset for place, offset, _ in self.in_flight.values() if place == stream}
+        if cursor is None and not flying and not (len(self.subscriptions) > 1):
+            return range(len(rows.topics))
+        picks = []
+        for at, offset in enumerate(rows.offsets):
+            if offset in flying or (cursor is not None and cursor.is_acked(offset)):
+                continue
+            if self._only is None and not self._route(rows.topics[at], stream, offset):
+                continue
+            picks.append(at)
+        if cursor is not None and rows.offsets and rows.offsets[-1] > cursor.top:
+            del self.acked[stream]
+        return picks
+
+    def _route(self, topic: str, stream: Stream | None, offset: int) -> tuple[Subscription, ...]:
+        """The subscriptions that mean this message."""
+        found = self._routes.get(topic)
+        if found is None:
+            if len(self._routes) > 10_000:
+                self._routes.clear()
+            found = tuple(s for s in self.subscriptions.values() if s.matcher.matches(topic))
+            self._routes[topic] = found
+        if stream is not None and any(s.since.get(stream, 0) > offset for s in found):
+            return tuple(s for s in found if s.since.get(stream, 0) <= offset)
+        return found
+
+    # -- sending -----------------------------------------------------------------------------------------
+
+    def take(self, out: list[bytes], room: int, bytes_max: int, version: int, packet_max: int, now: float) -> int:
+        """Turn ready rows into packets, as many as the window and the bytes allow; how many bytes."""
+        taken = 0
+        while self._ready and taken < bytes_max:
+            item = self._ready[0]
+            rows, picks, at = item
+            past, size = self._encode(rows, picks, at, out, room, bytes_max - taken, version, packet_max, now)
+            self.ready_rows -= past - at
+            taken += size
+            if past < len(picks):
+                item[2] = past
+                break
+            self._ready.popleft()
+        return taken
+
+    def _encode(
+        self,
+        rows: Rows,
+        picks: Sequence[int],
+        at: int,
+        out: list[bytes],
+        room: int,
+        bytes_max: int,
+        version: int,
+        packet_max: int,
+        now: float,
+    ) -> tuple[int, int]:
+        topics, payloads, flags, properties = rows.topics, rows.payloads, rows.flags, rows.properties
+        stream, offsets, in_flight = rows.stream, rows.offsets, self.in_flight
+        flag = flags if isinstance(flags, int) else 0
+        only, v5 = self._only, version == V5
+        dup_below = self.dup_below.get(stream, 0) if stream is not None else 0
+        size, last_id, count = 0, self._last_id, len(picks)
+        past = at
+        while past < count:
+            i = picks[past]
+            topic, payload = topics[i], payloads[i]
+            if not isinstance(flags, int):
+                flag = flags[i]
+            offset = offsets[i]
+            subscription = only
+            extra = b""
+            if subscription is None or subscription.no_local or properties is not None or subscription.identifier:
+                chosen = self._special(rows, i, stream, offset, v5, now)
+                if chosen is None:
+                    past += 1
+                    if stream is not None:
+                        self.dirty.add(stream)
+                    continue
+                subscription, extra = chosen
+            qos = flag & 3
+            if qos > subscription.qos:
+                qos = subscription.qos
+            if qos and len(in_flight) >= room:
+                break
+            name = topic_bytes(topic)
+            first = 0x30 | qos << 1
+            if stream is None or (subscription.retain_as_published and flag & RETAIN):
+                first |= 1
+            if offset < dup_below and qos:
+                first |= 8
+            length = len(name) + len(payload) + (2 if qos else 0)
+            if v5:
+                tail = remaining_length(len(extra)) + extra if extra else b"\0"
+                length += len(tail)
+            if length + 5 > packet_max:
+                past += 1  # more than this client takes: it is told of nothing, as MQTT says
+                if stream is not None:
+                    self.dirty.add(stream)
+                continue
+            if qos:
+                last_id = last_id % 65_535 + 1
+                while last_id in in_flight:
+                    last_id = last_id % 65_535 + 1
+                in_flight[last_id] = (rows if stream is None else stream, i if stream is None else offset, qos)
+                if v5:
+                    out += (bytes((first,)), remaining_length(length), name, PACKET_IDS[last_id], tail, payload)
+                else:
+                    out += (bytes((first,)), remaining_length(length), name, PACKET_IDS[last_id], payload)
+            else:
+                if stream is not None:
+                    self.dirty.add(stream)
+                if v5:
+                    out += (bytes((first,)), remaining_length(length), name, tail, payload)
+                else:
+                    out += (bytes((first,)), remaining_length(length), name, payload)
+            past += 1
+            size += length + 3
+            if size >= bytes_max:
+                break
+        self._last_id = last_id
+        return past, size
+
+    def encode_again(self, packet_id: int, rows: Rows, i: int, qos: int, version: int, now: float) -> bytes:
+        """A delivery that was not acknowledged, once more, marked as a duplicate."""
+        stream, v5 = rows.stream, version == V5
+        chosen = self._special(rows, i, stream, rows.offsets[i], v5, now)
+        if chosen is None:
+            # Expired, or no longer subscribed to: the client may still be waiting for it under this id.
+            chosen = (Subscription("#", qos), b"")
+        subscription, extra = chosen
+        flags = rows.flags if isinstance(rows.flags, int) else rows.flags[i]
+        retain = stream is None or (subscription.retain_as_published and flags & RETAIN)
+        name, payload = topic_bytes(rows.topics[i]), rows.payloads[i]
+        tail = (remaining_length(len(extra)) + extra) if v5 else b""
+        length = len(name) + 2 + len(tail) + len(payload)
+        first = bytes((0x38 | qos << 1 | (1 if retain else 0),))
+        return b"".join((first, remaining_length(length), name, PACKET_IDS[packet_id], tail, payload))
+
+    def _special(
+        self, rows: Rows, i: int, stream: Stream | None, offset: int, v5: bool, now: float
+    ) -> tuple[Subscription, bytes] | None:
+        """The subscription to deliver under and the properties to send; None: not to this client."""
+        meant = self._route(rows.topics[i], stream, offset)
+        publisher = rows.publishers if isinstance(rows.publishers, str) else rows.publishers[i]
+        meant = tuple(s for s in meant if not (s.no_local and publisher == self.client_id))
+        if not meant:
+            return None
+        extra = rows.properties[i] if rows.properties is not None else None
+        if extra:
+            life = expiry_of(extra)
+            if life is not None:
+                sent = rows.times if isinstance(rows.times, int) else rows.times[i]
+                remaining = life - int(now - sent / 1e6)
+                if remaining <= 0:
+                    return None
+                extra = with_expiry(extra, min(remaining, life))
+        strongest = max(meant, key=lambda s: s.qos)
+        if not v5:
+            return strongest, b""
+        return strongest, b"".join(s.identifier_bytes for s in meant) + (extra or b"")
+
+    # -- acknowledgements --------------------------------------------------------------------------------
+
+    def acknowledge(self, packet_ids: Iterable[int]) -> int | None:
+        """PUBACKs. The first id that was not under way as QoS 1, if its sender is confused; None: all is well."""
+        in_flight, dirty = self.in_flight, self.dirty
+        for packet_id in packet_ids:
+            entry = in_flight.get(packet_id)
+            if entry is None:
+                continue  # late, or sent twice: harmless
+            if entry[2] != 1:
+                return packet_id
+            del in_flight[packet_id]
+            place = entry[0]
+            if place.__class__ is Stream:
+                dirty.add(place)
+        return None
+
+    def received_by_client(self, packet_id: int) -> str:
+        """PUBREC. `release`, `again` (released before), `unknown` or `wrong`."""
+        entry = self.in_flight.get(packet_id)
+        if entry is None:
+            return "unknown"
+        if entry[2] == RELEASED:
+            return "again"
+        if entry[2] != 2:
+            return "wrong"
+        if isinstance(entry[0], Stream):
+            self.dirty.add(entry[0])
+        self.in_flight[packet_id] = (None, 0, RELEASED)
+        return "release"
+
+    def refused_by_client(self, packet_id: int) -> None:
+        """PUBREC with an error: the delivery is over."""
+        entry = self.in_flight.pop(packet_id, None)
+        if entry is not None and isinstance(entry[0], Stream):
+            self.dirty.add(entry[0])
+
+    def complete(self, packet_id: int) -> bool:
+        """PUBCOMP. False: it came out of turn."""
+        entry = self.in_flight.get(packet_id)
+        if entry is None:
+            return True
+        if entry[2] != RELEASED:
+            return False
+        del self.in_flight[packet_id]
+        return True
+
+    # -- positions and cursors ---------------------------------------------------------------------------
+
+    def position(self, stream: Stream, heads: Mapping[Stream, int]) -> int:
+        """The first offset that has not been sent."""
+        found = self.behind.get(stream)
+        if found is None:
+            found = heads.get(stream, 0)
+        for rows, picks, at in self._ready:
+            if rows.stream == stream and at < len(picks):
+                return min(found, int(rows.offsets[picks[at]]))
+        return found
+
+    def park(self, heads: Mapping[Stream, int], sealed: Collection[Stream]) -> None:
+        """The client went: whatever is ready stays in the log, and every stream has a position again.
+
+        A finalised stream that was read to its end is done with, and leaves nothing behind.
+        """
+        positions = {stream: self.position(stream, heads) for stream in {*heads, *self.behind}}
+        self.behind = {
+            stream: at for stream, at in positions.items() if not (stream in sealed and at >= heads.get(stream, 0))
+        }
+        self.generation = max((s.generation for s in heads), default=0)
+        self._ready.clear()
+        self.ready_rows = 0
+
+    def unpark(self, heads: Mapping[Stream, int], now: float) -> None:
+        """The client is back: streams with nothing new are live again, those that came meanwhile are behind."""
+        for stream, at in list(self.behind.items()):
+            if stream not in heads:
+                del self.behind[stream]
+                self.acked.pop(stream, None)
+                if stream.generation < min((s.generation for s in heads), default=0):
+                    self.skipped.append(Skipped(str(stream), at, None, "dropped by retention", now))
+            elif at >= heads[stream]:
+                del self.behind[stream]
+        for stream, head in heads.items():
+            if stream.generation > self.generation and head:
+                self.behind.setdefault(stream, 0)
+
+    def next_to_read(self) -> Stream | None:
+        """The stream to read from the log next: of the oldest generation that is behind, the first."""
+        return min(self.behind, key=lambda s: (s.generation, s.shard), default=None)
+
+    def caught_up(self, stream: Stream, heads: Mapping[Stream, int]) -> bool:
+        """If the log has been read as far as the node has dispatched, the stream is live again."""
+        at = self.behind.get(stream)
+        if at is None:
+            return True
+        if at < heads.get(stream, 0):
+            return False
+        del self.behind[stream]
+        self.acked.pop(stream, None)
+        return True
+
+    def cursors(self, streams: Iterable[Stream], heads: Mapping[Stream, int]) -> dict[tuple[str, Stream], Cursor]:
+        """How far each subscription has come in these streams."""
+        unacked: dict[Stream, list[int]] = {}
+        for place, offset, _ in self.in_flight.values():
+            if place.__class__ is Stream:
+                unacked.setdefault(place, []).append(offset)
+        found = {}
+        for stream in streams:
+            position = self.position(stream, heads)
+            known = self.acked.get(stream)
+            open_ = sorted(unacked.get(stream, ()))
+            for subscription in self.subscriptions.values():
+                past = max(position, subscription.since.get(stream, 0))
+                cursor = known.copy() if known is not None else Cursor()
+                cursor.epoch = self.epoch
+                first = 0
+                for offset in open_:
+                    if first < offset < past:
+                        cursor.ack_range(first, offset - 1)
+                    if offset < past:
+                        first = offset + 1
+                if first < past:
+                    cursor.ack_range(first, past - 1)
+                found[subscription.filter, stream] = cursor
+        return found

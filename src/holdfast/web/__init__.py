@@ -1,0 +1,1 @@
+"""HTTP: parse, call, show; no logic of its own."""

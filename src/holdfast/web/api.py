@@ -1,0 +1,195 @@
+"""The HTTP API of a node, under /api/v1, with health and metrics beside it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import generate_latest
+from pydantic import BaseModel, Field
+
+from holdfast import ops
+from holdfast.auth.identity import Identity, Refusal
+from holdfast.errors import HoldfastError, RequestError, StoreError, UnknownStream
+from holdfast.model import parse_start
+from holdfast.mqtt.properties import decode_publish
+from holdfast.runtime.ingest import LOG
+from holdfast.runtime.node import Node
+from holdfast.sessions.session import Session
+from holdfast.topics import check_topic
+
+
+class Publish(BaseModel):
+    """One message to publish."""
+
+    topic: str
+    payload: str | None = None
+    payload_base64: str | None = None
+    qos: int = Field(default=1, ge=0, le=2)
+    retain: bool = False
+
+
+class NotAllowed(HoldfastError):
+    """Who asks may not do that."""
+
+
+def make_app(node: Node) -> FastAPI:
+    app = FastAPI(title="Holdfast", version="0.1.0", docs_url="/api/docs", openapi_url="/api/openapi.json")
+
+    @app.exception_handler(HoldfastError)
+    async def explain(_: Request, error: Exception) -> JSONResponse:
+        status = 500
+        match error:
+            case NotAllowed():
+                status = 403
+            case UnknownStream():
+                status = 404
+            case RequestError():
+                status = 400
+            case StoreError():
+                status = 503
+        return JSONResponse({"error": str(error)}, status)
+
+    def role(wanted: str) -> Any:
+        def check(request: Request) -> Identity:
+            host = request.client.host if request.client else "127.0.0.1"
+            local = host.startswith("127.") or host == "::1"
+            found = node.auth.check_http(request.headers.get("authorization"), peer_is_loopback=local)
+            if isinstance(found, Refusal):
+                raise NotAllowed(found.message)
+            if wanted not in found.roles and "admin" not in found.roles:
+                raise NotAllowed(f"this takes the role {wanted}")
+            return found
+
+        return Depends(check)
+
+    reader, publisher = role("reader"), role("publisher")
+
+    @app.get("/healthz")
+    async def healthz() -> PlainTextResponse:
+        return PlainTextResponse("ok\n")
+
+    @app.get("/readyz")
+    async def readyz() -> PlainTextResponse:
+        if node.ready and node.failure is None:
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse(f"not ready: {node.failure or 'starting or stopping'}\n", 503)
+
+    @app.get("/metrics")
+    async def metrics(_: Identity = reader) -> Response:
+        return Response(generate_latest(node.metrics.registry), media_type="text/plain; version=0.0.4")
+
+    @app.post("/api/v1/publish")
+    async def publish(message: Publish, who: Identity = publisher) -> JSONResponse:
+        topic = check_topic(message.topic)
+        if topic.startswith("$"):
+            raise RequestError(f"topic {topic!r} begins with '$'; those are the node's own")
+        if (message.payload is None) == (message.payload_base64 is None):
+            raise RequestError("give payload or payload_base64, one of them")
+        if message.payload_base64 is not None:
+            try:
+                payload = base64.b64decode(message.payload_base64, validate=True)
+            except binascii.Error as error:
+                raise RequestError(f"payload_base64 is not base64: {error}") from error
+        else:
+            payload = (message.payload or "").encode()
+        if not await node.publish(who.user or "http", topic, payload, message.qos, message.retain):
+            return JSONResponse({"error": f"not stored: {node.failure}"}, 503)
+        return JSONResponse({"durable": True})
+
+    @app.get("/api/v1/messages")
+    def messages(
+        _: Identity = reader,
+        filter: Annotated[str, Query(description="Topic filter")] = "#",
+        start: Annotated[str, Query(description="beginning, latest, offset:N or a time")] = "beginning",
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    ) -> Response:
+        found = ops.messages(node.log, LOG, filter, parse_start(start), limit)
+        return _json({"messages": [_message(row) for row in found]})
+
+    @app.get("/api/v1/sessions")
+    async def sessions(_: Identity = reader) -> Response:
+        rows = [_session(node, session) for session in node.sessions.values()]
+        rows += [
+            {
+                "client_id": r.client_id,
+                "connected": False,
+                "expiry_seconds": r.expiry_seconds,
+                "subscriptions": len(r.subscriptions),
+            }
+            for r in node.stored.values()
+        ]
+        return _json({"sessions": sorted(rows, key=lambda row: str(row["client_id"]))})
+
+    @app.get("/api/v1/sessions/{client_id:path}")
+    async def session(client_id: str, _: Identity = reader) -> Response:
+        found = node.sessions.get(client_id)
+        if found is None and client_id in node.stored:
+            record = node.stored[client_id]
+            found = await node.keeper.call(node.keeper.restore, record, dict(node.dispatcher.heads))
+        if found is None:
+            raise UnknownStream(f"there is no session {client_id!r}")
+        return _json(_session_whole(node, found))
+
+    return app
+
+
+def _session(node: Node, session: Session) -> dict[str, Any]:
+    return {
+        "client_id": session.client_id,
+        "connected": session.client_id in node.connections,
+        "expiry_seconds": session.expiry_seconds,
+        "subscriptions": len(session.subscriptions),
+    }
+
+
+def _session_whole(node: Node, session: Session) -> dict[str, Any]:
+    heads = node.dispatcher.heads
+    cursors = session.cursors(heads, heads)
+    subscriptions = []
+    for subscription in session.subscriptions.values():
+        mine = {stream: cursor for (name, stream), cursor in cursors.items() if name == subscription.filter}
+        subscriptions.append(
+            {
+                "filter": subscription.filter,
+                "qos": subscription.qos,
+                "cursors": {
+                    str(stream): {"offset": c.offset, "acked": c.acked, "epoch": c.epoch} for stream, c in mine.items()
+                },
+                "lag": sum(c.unacked_count(heads[stream]) for stream, c in mine.items()),
+            }
+        )
+    return {
+        **_session(node, session),
+        "subscriptions": subscriptions,
+        "in_flight": len(session.in_flight),
+        "skipped": [dataclasses.asdict(skip) for skip in session.skipped],
+    }
+
+
+def _message(row: ops.MessageRow) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "stream": row.stream,
+        "offset": row.offset,
+        "time": row.time,
+        "topic": row.topic,
+        "publisher": row.publisher,
+        "qos": row.qos,
+        "retain": row.retain,
+    }
+    try:
+        found["payload"] = row.payload.decode()
+    except UnicodeDecodeError:
+        found["payload_base64"] = base64.b64encode(row.payload).decode()
+    if row.properties:
+        found["properties"] = decode_publish(row.properties)
+    return found
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
