@@ -1,0 +1,1 @@
+"""End to end: a real `holdfast serve` process, and MQTT clients nobody here wrote."""
