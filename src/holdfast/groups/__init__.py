@@ -1,0 +1,1 @@
+"""Shared groups: a durable subscription that many members consume together."""

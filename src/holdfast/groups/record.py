@@ -1,0 +1,152 @@
+"""What is stored of a group: one record, one progress per stream, one claim; and where.
+
+The record is created once, by whoever declares the group (compare-and-set on an absent key), and from then on
+written by the leader alone, fenced by its claim. A seek changes the record and nothing else: progress that
+bears another `course` than the record counts as absent, so one small write moves every stream at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from holdfast.cursors import cursor_key
+from holdfast.effects import NO_POLICY, GroupId, Policy, Save
+from holdfast.errors import RequestError
+from holdfast.groups.progress import StreamProgress
+from holdfast.model import Stream
+
+Order = Literal["strict", "parallel"]
+
+ANSWERED_MAX = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRecord:
+    """A declared group. `born` is unique among all groups that ever were."""
+
+    group: GroupId
+    born: str
+    log: str = "messages"
+    order: Order = "strict"
+    turn: int = 0
+    """How often the group was moved by a seek."""
+    starts: Mapping[Stream, int] = field(default_factory=dict)
+    """First offset wanted of the streams that existed when this course began; others start at 0."""
+    paused: bool = False
+    lent: bool = False
+    """A leader has lent streams and not yet said that all came back: its follower waits for their holders."""
+    idle: bool = False
+    """No member is left, since the record was last written."""
+    policy: Policy = NO_POLICY
+    idle_seconds_max: float | None = None
+    """The group is deleted after being idle for so long; None: never."""
+    answered: tuple[str, ...] = ()
+    """The last requests that were carried out, so that one heard twice is done once."""
+
+    @property
+    def course(self) -> str:
+        return f"{self.born}.{self.turn}"
+
+    def turned(self, starts: Mapping[Stream, int]) -> GroupRecord:
+        """After a seek."""
+        return replace(self, turn=self.turn + 1, starts=dict(starts))
+
+    def having_answered(self, request: str) -> GroupRecord:
+        return replace(self, answered=(*self.answered, request)[-ANSWERED_MAX:])
+
+    def to_json(self, now_seconds: float) -> bytes:
+        return json.dumps(
+            {
+                "name": self.group.name,
+                "filter": self.group.filter,
+                "born": self.born,
+                "log": self.log,
+                "order": self.order,
+                "turn": self.turn,
+                "starts": {str(stream): offset for stream, offset in sorted(self.starts.items())},
+                "paused": self.paused,
+                "lent": self.lent,
+                "idle": self.idle,
+                "ack_timeout_seconds": self.policy.ack_timeout_seconds,
+                "attempts_max": self.policy.attempts_max,
+                "idle_seconds_max": self.idle_seconds_max,
+                "answered": self.answered,
+                "updated_at": now_seconds,
+            }
+        ).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> GroupRecord:
+        try:
+            value = json.loads(data)
+            return cls(
+                group=GroupId(value["name"], value["filter"]),
+                born=value["born"],
+                log=value["log"],
+                order=value["order"],
+                turn=value["turn"],
+                starts={Stream.parse(text): offset for text, offset in value["starts"].items()},
+                paused=value["paused"],
+                lent=value["lent"],
+                idle=value["idle"],
+                policy=Policy(value["ack_timeout_seconds"], value["attempts_max"]),
+                idle_seconds_max=value["idle_seconds_max"],
+                answered=tuple(value["answered"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(f"group record {data[:80]!r} is damaged: {error!r}") from error
+
+
+def expired(data: bytes, now_seconds: float) -> bool:
+    """Has this stored group been without members for longer than it allows? Then ask `Delete(if_idle=True)`."""
+    record = GroupRecord.from_json(data)
+    written = float(json.loads(data)["updated_at"])
+    return record.idle and record.idle_seconds_max is not None and now_seconds - written >= record.idle_seconds_max
+
+
+def record_key(group: GroupId) -> str:
+    return f"/holdfast/groups/{_part(str(group))}/record"
+
+
+def claim_key(group: GroupId) -> str:
+    return f"/holdfast/groups/{_part(str(group))}/claim"
+
+
+def subscription_name(group: GroupId) -> str:
+    """How the group's cursors are filed among all subscriptions."""
+    return f"group:{group}"
+
+
+def progress_key(group: GroupId, stream: Stream) -> str:
+    return cursor_key(stream.log, stream, subscription_name(group))
+
+
+def stored(save: Save, now_seconds: float) -> tuple[dict[str, bytes], list[str]]:
+    """A `Save` as keys to put and keys to delete. The record's key comes first in either.
+
+    To be made under the precondition that `claim_key(save.group)` is at version `save.epoch`. A store that
+    limits the size of a transaction may take it in parts, each under that precondition, in this order.
+    """
+    puts: dict[str, bytes] = {}
+    deletes = [record_key(save.group)] if save.delete else []
+    if save.record is not None:
+        puts[record_key(save.group)] = save.record.to_json(now_seconds)
+    for progress in save.progress:
+        puts[progress_key(save.group, progress.stream)] = progress.to_json(now_seconds, save.epoch)
+    deletes += [progress_key(save.group, stream) for stream in save.forget]
+    return puts, deletes
+
+
+def loaded(group: GroupId, stream: Stream, data: bytes) -> StreamProgress:
+    """Stored progress of one stream; damage is a RequestError that names group and stream."""
+    try:
+        return StreamProgress.from_json(stream, data)
+    except RequestError as error:
+        raise RequestError(f"group {group}: {error}") from error
+
+
+def _part(text: str) -> str:
+    return text.replace("%", "%25").replace("/", "%2F")

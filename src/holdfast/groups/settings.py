@@ -1,0 +1,73 @@
+"""What may be tuned, each machine's own; the defaults are the ones the figures are promised for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberSettings:
+    """For borrowers and lease members."""
+
+    find_leader_seconds: float = 0.25
+    """How soon a member that found no leader asks again."""
+    find_leader_max_seconds: float = 2.0
+    """The wait doubles up to this, so that a thousand members do not storm a store that is away."""
+    ping_seconds: float = 2.0
+    """How often a connected member shows that it is alive."""
+    ping_resend_seconds: float = 0.4
+    """How soon an unanswered ping is repeated; without this, one lost message would cost the streams."""
+    progress_seconds: float = 0.15
+    """Acknowledgements are gathered this long before they are reported."""
+    unsubscribe_seconds: float = 10.0
+    """How long an unsubscribing member waits for the client's last acknowledgements."""
+    disconnect_resend_seconds: float = 0.5
+    """How soon last words are repeated while nobody has confirmed them."""
+    disconnect_seconds: float = 15.0
+    """How long last words are repeated before the member gives up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderSettings:
+    """For a group's leader."""
+
+    ping_timeout_seconds: float = 3.0
+    """How long a silent member keeps its streams."""
+    clock_margin_seconds: float = 0.25
+    """What a leader waits beyond that before it lends them on; two clocks may differ in speed."""
+    resend_seconds: float = 0.5
+    """How soon a grant, a revoke or a revoked is repeated."""
+    revoke_seconds: float = 10.0
+    """How long a member may take over what is in flight of one stream that is called back."""
+    place_seconds: float = 0.02
+    """Joins and leaves are gathered this long before streams are placed."""
+    settle_seconds: float = 0.6
+    """A leader that follows another one waits this long for members to bring their progress."""
+    save_seconds: float = 1.0
+    """Progress is gathered this long before it is saved."""
+    gather_seconds: float = 0.004
+    """Final progress, which somebody waits for, is gathered only this long."""
+    save_retry_seconds: float = 0.5
+    """How soon a save that failed is tried again."""
+    linger_seconds: float = 10.0
+    """A leader without members, or without a group, stays this long."""
+    slices_max: int = 64
+    """At most so many key slices of one stream; 1 switches slicing off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElectionSettings:
+    """For the claims of one node."""
+
+    lease_seconds: float = 5.0
+    """How long the claims of a silent node stand."""
+    renew_seconds: float = 1.5
+    """How often the lease is renewed: well inside it."""
+    retry_seconds: float = 0.3
+    """How soon a renewal or a claim that failed is tried again."""
+    margin_seconds: float = 0.5
+    """How long before the lease ends, by its own clock, a node's leaders stop."""
+    remember_seconds: float = 1.0
+    """How long a registry believes that a leader is where it was last found."""
+    cool_seconds: float = 3.5
+    """How long the claim of a leader that broke down is kept, so that what it lent has surely ended."""
