@@ -63,7 +63,10 @@ def scan(
         if first == 0x40 and length == 2:
             if body + 2 > end:
                 return at
-            acked.append(data[body] << 8 | data[body + 1])
+            packet_id = data[body] << 8 | data[body + 1]
+            if not packet_id:
+                return at
+            acked.append(packet_id)
             at = body + 2
             continue
         if first & 0xF4 != 0x30:  # not a PUBLISH of QoS 0 or 1
@@ -93,8 +96,8 @@ def scan(
         if payload_at > stop:
             return at
         if qos1:
-            packet_id = data[topic_end:payload_at]
-            if packet_id == b"\0\0":
+            id_bytes = data[topic_end:payload_at]
+            if id_bytes == b"\0\0":
                 return at
         elif first & 8:
             return at  # DUP without QoS: the codec says what is wrong
@@ -121,7 +124,7 @@ def scan(
         payloads.append(data[payload_at:stop])
         flags.append((first & 6) >> 1 | (first & 1) << 2)
         if qos1:
-            ids.append(packet_id)
+            ids.append(id_bytes)
         if extra:
             if properties is None:
                 properties = inbox.properties = [None] * (len(topics) - 1)

@@ -215,6 +215,13 @@ class Connection(asyncio.Protocol):
             self._aliases[alias] = topic
         return topic
 
+    def forget_rights(self) -> None:
+        """The rules have changed: ask again for every topic."""
+        assert self.identity is not None
+        self._may_publish = self.node.publish_checker(self.identity)
+        if self._may_publish is not None:
+            self._names = {}
+
     def _allowed(self, topic: str) -> bool:
         if topic[0] == "$":
             return False
@@ -332,9 +339,7 @@ class Connection(asyncio.Protocol):
         self._window = min(properties.get("receive_maximum", 65_535), settings.mqtt.inflight_max)
         self._packet_max = properties.get("maximum_packet_size", NO_LIMIT)
         self._explain = properties.get("request_problem_information", True)
-        self._may_publish = self.node.publish_checker(identity)
-        if self._may_publish is not None:
-            self._names = {}
+        self.forget_rights()
         keep_alive = min(packet.keep_alive or settings.mqtt.keep_alive_secs_max, settings.mqtt.keep_alive_secs_max)
         cut = keep_alive != packet.keep_alive and settings.mqtt.keep_alive_secs_max < 65_535
         self.keep_alive_seconds = float(keep_alive if cut else packet.keep_alive)
@@ -353,7 +358,7 @@ class Connection(asyncio.Protocol):
                 answer["server_keep_alive"] = keep_alive
             if properties.get("request_response_information"):
                 answer["response_information"] = settings.mqtt.response_prefix + session.client_id
-        connack = codec.encode_connack(p.Connack(0, present, answer), packet.version)
+        connack = codec.encode_connack(p.Connack(0, present and packet.version > p.V31, answer), packet.version)
         if len(connack) > self._packet_max:
             self._end(b"")
             return

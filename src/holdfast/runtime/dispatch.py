@@ -27,17 +27,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast.dispatch")
 
-READY_ROWS_MAX = 8192
-"""How many rows wait in memory for one session; beyond that they wait in the log."""
-
 READ_ROWS = 8192
-READ_BYTES = 4 << 20
 READERS = 2
 
 
 class Dispatcher:
-    def __init__(self, log: Log, on_rows: Callable[[Rows], None]):
+    def __init__(self, log: Log, on_rows: Callable[[Rows], None], pending_bytes_max: int):
         self._log = log
+        self._pending_bytes_max = pending_bytes_max
+        """What may wait in memory for one session; beyond that it waits in the log."""
         self._on_rows = on_rows
         self.live: Trie[Connection] = Trie()
         """Connected sessions by filter: what a commit is matched against."""
@@ -136,7 +134,7 @@ class Dispatcher:
         session = connection.session
         if session is None:
             return
-        if session.offer(rows, picks, READY_ROWS_MAX):
+        if session.offer(rows, picks, self._pending_bytes_max):
             connection.pump()
         elif not connection.reading:
             self.feed(connection)
@@ -220,7 +218,7 @@ class Dispatcher:
         wanted = session.wanted
         try:
             reading = self._log.read(
-                stream, at, topics=wanted, rows_max=READ_ROWS, bytes_max=READ_BYTES, on_corrupt="skip"
+                stream, at, topics=wanted, rows_max=READ_ROWS, bytes_max=self._pending_bytes_max, on_corrupt="skip"
             )
         except UnknownStream as error:
             return at, -1, [], [Skipped(str(stream), at, None, str(error), time.time())]

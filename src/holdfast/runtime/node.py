@@ -65,6 +65,7 @@ class Node:
         self._wills: list[tuple[float, int, str, p.Will]] = []
         self._order = itertools.count()
         self._stopping = False
+        self._next_turn = 0.0
 
     def _shared_store(self) -> Any:
         return getattr(self.log.backend, "store", None) or "memory:"
@@ -75,7 +76,7 @@ class Node:
         loop = asyncio.get_running_loop()
         self.now = loop.time
         self.retained = RetainedMessages(self.log.retained(LOG))
-        self.dispatcher = Dispatcher(self.log, self.retained.see)
+        self.dispatcher = Dispatcher(self.log, self.retained.see, self.settings.limits.pending_bytes_max)
         self.ingest = Ingest(
             self.log, self.settings.limits.batch_bytes_max, self.dispatcher.committed, self._commit_failed
         )
@@ -145,6 +146,12 @@ class Node:
             connection.transport.abort()
             return False
         self.sockets.add(connection)
+        if rate := self.settings.limits.connections_per_sec:
+            # Each connection has its turn; whoever comes too early waits for it, unread.
+            self._next_turn = max(self._next_turn + 1 / rate, self.now())
+            if (wait := self._next_turn - self.now()) > 0:
+                connection.hold()
+                asyncio.get_running_loop().call_later(wait, connection.go_on)
         return True
 
     def gone(self, connection: Connection) -> None:
@@ -169,6 +176,8 @@ class Node:
         if assigned and packet.version < p.V5 and not packet.clean_start:
             raise PeerError("an empty client id needs a clean session", Reason.CLIENT_ID_NOT_VALID)
         identity = await self._authenticate(connection, packet, client_id)
+        if packet.will is not None and not self.auth.acl.may_publish(identity, packet.will.topic):
+            raise PeerError(f"the will may not go to {packet.will.topic!r}", Reason.NOT_AUTHORIZED)
         lock = self._locks.setdefault(client_id, asyncio.Lock())
         try:
             async with lock:
@@ -433,8 +442,9 @@ class Node:
             self._publish_will(client_id, will)
 
     def _cancel_will(self, client_id: str) -> None:
-        self._wills = [w for w in self._wills if w[2] != client_id]
-        heapq.heapify(self._wills)
+        if self._wills:
+            self._wills = [w for w in self._wills if w[2] != client_id]
+            heapq.heapify(self._wills)
 
     def _publish_will_now(self, client_id: str) -> None:
         for _, _, _, will in [w for w in self._wills if w[2] == client_id]:
@@ -455,16 +465,31 @@ class Node:
         """Once in a while: silent clients, wills that are due, sessions that have expired."""
         while True:
             await asyncio.sleep(0.25)
-            now = self.now()
+            now, wall = self.now(), time.time()
             for connection in list(self.connections.values()):
                 limit = connection.keep_alive_seconds * 1.5
                 if limit and now - connection.last_seen > limit:
                     connection.close(Reason.KEEP_ALIVE_TIMEOUT)
+                elif connection.identity is not None and (connection.identity.expires_at or wall) < wall:
+                    connection.close(Reason.NOT_AUTHORIZED)
+            self._refresh_rights()
             while self._wills and self._wills[0][0] <= now:
                 _, _, client_id, will = heapq.heappop(self._wills)
                 self._publish_will(client_id, will)
             while self._expiries and self._expiries[0][0] <= time.time():
                 await self._expire(heapq.heappop(self._expiries)[2])
+
+    def _refresh_rights(self) -> None:
+        """Who no longer may what its session does is disconnected; what it may, it asks for anew."""
+        if not self.auth.refresh():
+            return
+        for connection in list(self.connections.values()):
+            session, identity = connection.session, connection.identity
+            if session is None or identity is None:
+                continue
+            connection.forget_rights()
+            if not all(self.auth.acl.may_subscribe(identity, text) for text in session.subscriptions):
+                connection.close(Reason.NOT_AUTHORIZED)
 
     async def _expire(self, client_id: str) -> None:
         """Its time may have come; unless it came back, or left again later."""

@@ -37,7 +37,7 @@ V5 = 5
 class Rows:
     """Messages of one block, as columns, on their way to one or more sessions."""
 
-    __slots__ = ("flags", "offsets", "payloads", "properties", "publishers", "stream", "times", "topics")
+    __slots__ = ("flags", "offsets", "payloads", "properties", "publishers", "stream", "times", "topics", "weight")
 
     def __init__(
         self,
@@ -50,6 +50,8 @@ class Rows:
         self.topics, self.payloads = batch.topics, batch.payloads
         self.publishers, self.flags, self.properties = batch.publishers, batch.flags, batch.properties
         self.times = times
+        self.weight = sum(map(len, batch.payloads)) // max(1, len(batch.payloads)) + 64
+        """Roughly the bytes of one row."""
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ class Session:
         """The newest generation this session knew when it was parked."""
         self._ready: deque[list[Any]] = deque()
         self.ready_rows = 0
+        self.ready_bytes = 0
         self._last_id = 0
         self._wanted: Wanted | None = None
         self._only: Subscription | None = None
@@ -147,17 +150,17 @@ class Session:
 
     # -- feeding -----------------------------------------------------------------------------------------
 
-    def offer(self, rows: Rows, picks: Sequence[int], rows_max: int) -> bool:
+    def offer(self, rows: Rows, picks: Sequence[int], bytes_max: int) -> bool:
         """Rows just committed to a live stream. False: no room, the stream is behind from here on."""
         stream = rows.stream
         assert stream is not None
         if stream in self.behind:
             return False
-        if self.ready_rows + len(picks) > rows_max or self._waits_for_older(stream):
+        # One block is always taken, however large: it is in memory anyway, and something must move.
+        if (self.ready_rows and self.ready_bytes > bytes_max) or self._waits_for_older(stream):
             self.behind[stream] = rows.offsets[picks[0]]
             return False
-        self._ready.append([rows, picks, 0])
-        self.ready_rows += len(picks)
+        self.put_ready(rows, picks)
         return True
 
     def _waits_for_older(self, stream: Stream) -> bool:
@@ -169,6 +172,7 @@ class Session:
         if picks:
             self._ready.append([rows, picks, 0])
             self.ready_rows += len(picks)
+            self.ready_bytes += len(picks) * rows.weight
 
     def pick(self, rows: Rows) -> Sequence[int]:
         """Which of the rows read from the log are still to be sent."""
@@ -211,6 +215,7 @@ class Session:
             rows, picks, at = item
             past, size = self._encode(rows, picks, at, out, room, bytes_max - taken, version, packet_max, now)
             self.ready_rows -= past - at
+            self.ready_bytes -= (past - at) * rows.weight
             taken += size
             if past < len(picks):
                 item[2] = past
@@ -405,7 +410,7 @@ class Session:
         }
         self.generation = max((s.generation for s in heads), default=0)
         self._ready.clear()
-        self.ready_rows = 0
+        self.ready_rows = self.ready_bytes = 0
 
     def unpark(self, heads: Mapping[Stream, int], now: float) -> None:
         """The client is back: streams with nothing new are live again, those that came meanwhile are behind."""
