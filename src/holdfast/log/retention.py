@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.errors import RequestError
 from holdfast.log import blocks, index
 from holdfast.log.contract import Backend, Entry, Head, NewBlock
 from holdfast.log.log import Log
@@ -102,12 +103,23 @@ def expire(log: Log, name: str, settings: RetentionSettings) -> int:
         last = newest[generation.number] or generation.sealed_at
         too_old = settings.keep_seconds is not None and log.clock() - last > settings.keep_seconds * 1e6
         too_much = settings.keep_bytes is not None and total > settings.keep_bytes
-        if not (too_old or too_much):
+        if not (too_old or too_much) or not _may_drop(log, name, generation.number):
             break
         log.drop(name, generation.number)
         total -= size[generation.number]
         dropped += 1
     return dropped
+
+
+def _may_drop(log: Log, name: str, generation: int) -> bool:
+    """A log that has a lake lets go of a generation only when the lake verifiably holds it."""
+    from holdfast.log.manifest import Manifest
+
+    try:
+        manifest = Manifest(log)
+    except RequestError:
+        return True  # a store in memory has no lake
+    return manifest.may_drop(name, generation)
 
 
 def merge_small(backend: Backend, head: Head) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,36 +42,61 @@ def check_read_schema(schema: t.StructType) -> None:
             raise RequestError(f"column {field.name!r} is of type {wanted}, not {given}")
 
 
-Column = Callable[[Stream, "np.typing.NDArray[np.int64]", pa.RecordBatch], pa.Array]
+Numbers = np.typing.NDArray[np.int64]
 
 
-def _plain(column: pa.Array) -> pa.Array:
+class Piece(NamedTuple):
+    """Rows of one block, with their offsets."""
+
+    offsets: Numbers
+    batch: pa.RecordBatch
+
+
+Column = Callable[[Stream, Numbers, Sequence[pa.RecordBatch]], pa.Array]
+
+
+def numbers(values: np.typing.NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """A numpy array as it lies: `pa.array` looks for pandas each time, which takes longer than a small column."""
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def _joined(columns: list[pa.Array]) -> pa.Array:
+    return columns[0] if len(columns) == 1 else pa.concat_arrays(columns)
+
+
+def _as_is(at: int) -> Column:
+    return lambda _, __, batches: _joined([batch.column(at) for batch in batches])
+
+
+def _words(at: int) -> Column:
     """A dictionary column as plain strings."""
-    return column.dictionary.take(column.indices)
+    return lambda _, __, batches: _joined(
+        [batch.column(at).dictionary.take(batch.column(at).indices) for batch in batches]
+    )
 
 
-def _retain(batch: pa.RecordBatch) -> pa.Array:
-    flags = batch.column(blocks.FLAGS).to_numpy(zero_copy_only=False)
-    return pa.array((flags & RETAIN) != 0)
+def _flags(batches: Sequence[pa.RecordBatch]) -> np.typing.NDArray[np.uint8]:
+    columns = [batch.column(blocks.FLAGS) for batch in batches]
+    return np.concatenate([np.frombuffer(c.buffers()[1], np.uint8, len(c), c.offset) for c in columns])
 
 
-def _qos(batch: pa.RecordBatch) -> pa.Array:
-    flags = batch.column(blocks.FLAGS).to_numpy(zero_copy_only=False)
-    return pa.array((flags & 0b11).astype(np.int32))
+def _retain(_: Stream, offsets: Numbers, batches: Sequence[pa.RecordBatch]) -> pa.Array:
+    bits = np.packbits((_flags(batches) & RETAIN) != 0, bitorder="little")
+    return pa.Array.from_buffers(pa.bool_(), len(offsets), [None, pa.py_buffer(bits)])
 
 
 _COLUMNS: dict[str, Column] = {
     "log": lambda stream, offsets, _: pa.repeat(stream.log, len(offsets)),
-    "shard": lambda stream, offsets, _: pa.array(np.full(len(offsets), stream.shard, np.int32)),
-    "generation": lambda stream, offsets, _: pa.array(np.full(len(offsets), stream.generation, np.int64)),
-    "offset": lambda _, offsets, __: pa.array(offsets),
-    "time": lambda _, __, batch: batch.column(blocks.TIME),
-    "topic": lambda _, __, batch: _plain(batch.column(blocks.TOPIC)),
-    "payload": lambda _, __, batch: batch.column(blocks.PAYLOAD),
-    "publisher": lambda _, __, batch: _plain(batch.column(blocks.PUBLISHER)),
-    "qos": lambda _, __, batch: _qos(batch),
-    "retain": lambda _, __, batch: _retain(batch),
-    "properties": lambda _, __, batch: batch.column(blocks.PROPERTIES),
+    "shard": lambda stream, offsets, _: numbers(np.full(len(offsets), stream.shard, np.int32), pa.int32()),
+    "generation": lambda stream, offsets, _: numbers(np.full(len(offsets), stream.generation, np.int64), pa.int64()),
+    "offset": lambda _, offsets, __: numbers(offsets, pa.int64()),
+    "time": _as_is(blocks.TIME),
+    "topic": _words(blocks.TOPIC),
+    "payload": _as_is(blocks.PAYLOAD),
+    "publisher": _words(blocks.PUBLISHER),
+    "qos": lambda _, __, batches: numbers((_flags(batches) & 0b11).astype(np.int32), pa.int32()),
+    "retain": _retain,
+    "properties": _as_is(blocks.PROPERTIES),
 }
 
 
@@ -81,6 +107,7 @@ class RowMaker:
         self.arrow: pa.Schema = to_arrow_schema(schema, timezone="UTC")
         self._columns = [_COLUMNS[field.name] for field in schema]
 
-    def rows(self, stream: Stream, offsets: np.typing.NDArray[np.int64], batch: pa.RecordBatch) -> pa.RecordBatch:
-        columns = [make(stream, offsets, batch) for make in self._columns]
-        return pa.RecordBatch.from_arrays(columns, schema=self.arrow)
+    def rows(self, stream: Stream, pieces: Sequence[Piece]) -> pa.RecordBatch:
+        offsets = pieces[0].offsets if len(pieces) == 1 else np.concatenate([piece.offsets for piece in pieces])
+        batches = [piece.batch for piece in pieces]
+        return pa.RecordBatch.from_arrays([make(stream, offsets, batches) for make in self._columns], schema=self.arrow)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import RequestError
+from holdfast.spark.errors import first_line
 from holdfast.spark.java import cache_folder, class_archive, find_java
 
 try:
@@ -189,7 +190,3 @@ def _register(spark: SparkSession) -> None:
 
     for source in formats(spark.sparkContext.defaultParallelism):
         spark.dataSource.register(source)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,16 +14,15 @@ from holdfast.errors import UnknownStream
 from holdfast.log import Log
 from holdfast.log.contract import Chunk
 from holdfast.model import Stream
-from holdfast.spark.schema import RowMaker
+from holdfast.spark.schema import Piece, RowMaker
 from holdfast.spark.wanted import Sieve, Wanted, sifted
 
 ROWS_LEAST = 20_000
 """A partition with fewer rows than this is not worth a task of its own."""
 
 _ROWS_READ = 65_536
-_ROWS_SMALL = 4096
-_ROWS_GATHERED = 16_384
-"""Pieces smaller than the one are gathered up to the other: a batch costs the JVM something, however small."""
+_ROWS_GATHERED = 8192
+"""Small blocks are gathered up to this many rows: a batch costs the JVM something, however small."""
 
 
 class Slice(NamedTuple):
@@ -50,6 +49,7 @@ class Slices(InputPartition):
 
 def cut(log: Log, slices: Sequence[Slice], parts: int, *, exactly: bool = False) -> list[Slices]:
     """At most so many partitions of about the same size, streams cut between blocks where it helps."""
+    slices = [each for each in slices if each.rows > 0]
     total = sum(each.rows for each in slices)
     if not total:
         return []
@@ -91,28 +91,29 @@ def read(
     log: Log, slices: Sequence[Slice], wanted: Wanted, maker: RowMaker, lake: str | None
 ) -> Iterator[pa.RecordBatch]:
     """The wanted rows of these slices, in order."""
+    for each in slices:
+        gathered: list[Piece] = []
+        waiting = 0
+        for piece in pieces(log, each, wanted, lake):
+            gathered.append(piece)
+            waiting += len(piece.offsets)
+            if waiting >= _ROWS_GATHERED:
+                yield maker.rows(each.stream, gathered)
+                gathered, waiting = [], 0
+        if gathered:
+            yield maker.rows(each.stream, gathered)
+
+
+def pieces(log: Log, each: Slice, wanted: Wanted, lake: str | None) -> Iterator[Piece]:
+    """The wanted rows of one slice, block by block."""
     sieve = Sieve(wanted)
-    small: list[pa.RecordBatch] = []
-    waiting = 0
-    for piece in slices:
-        for chunk in chunks(log, piece, wanted, lake):
-            offsets = _offsets(chunk)
-            if offsets[-1] >= piece.past:
-                offsets = offsets[: int(np.searchsorted(offsets, piece.past))]
-            offsets, batch = sifted(sieve, offsets, chunk.batch.slice(0, len(offsets)))
-            if not len(offsets):
-                continue
-            rows = maker.rows(piece.stream, offsets, batch)
-            if rows.num_rows < _ROWS_SMALL:
-                small.append(rows)
-                waiting += rows.num_rows
-            if waiting >= _ROWS_GATHERED or (small and rows.num_rows >= _ROWS_SMALL):
-                yield pa.concat_batches(small)
-                small, waiting = [], 0
-            if rows.num_rows >= _ROWS_SMALL:
-                yield rows
-    if small:
-        yield pa.concat_batches(small)
+    for chunk in chunks(log, each, wanted, lake):
+        offsets = _offsets(chunk)
+        if offsets[-1] >= each.past:
+            offsets = offsets[: int(np.searchsorted(offsets, each.past))]
+        piece = Piece(*sifted(sieve, offsets, chunk.batch.slice(0, len(offsets))))
+        if len(piece.offsets):
+            yield piece
 
 
 def _offsets(chunk: Chunk) -> np.typing.NDArray[np.int64]:

@@ -12,7 +12,7 @@ from holdfast.errors import UnknownStream
 from holdfast.log import Log
 from holdfast.log.contract import Head
 from holdfast.log.history import History
-from holdfast.model import At, Since, Start
+from holdfast.model import At, Since, Start, Stream
 from holdfast.spark.options import ReadOptions, one_line
 from holdfast.spark.schema import RowMaker, check_read_schema
 from holdfast.spark.slices import Slice, Slices, cut, read
@@ -33,16 +33,19 @@ class LogReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         with one_line():
             log = log_at(self.options.store)
-            slices = []
-            for head in every_head(log, self.options.log, self.options.lake):
-                if self.wanted.in_stream(head):
-                    piece = self._slice(log, head)
-                    if piece.rows > 0:
-                        slices.append(piece)
+            slices = self._given() if self.options.slices is not None else self._found(log)
             asked = self.options.partitions
             made = cut(log, slices, asked or self.parallelism, exactly=asked is not None)
             # Spark takes an empty list for "one partition, find out yourself".
             return list(made) or [Slices([])]
+
+    def _given(self) -> list[Slice]:
+        given = self.options.slices or ()
+        return [Slice(Stream(self.options.log, shard, g), first, past) for g, shard, first, past in given]
+
+    def _found(self, log: Log) -> list[Slice]:
+        heads = every_head(log, self.options.log, self.options.lake)
+        return [self._slice(log, head) for head in heads if self.wanted.in_stream(head)]
 
     def _slice(self, log: Log, head: Head) -> Slice:
         options, history = self.options, History(log, root=self.options.lake)
