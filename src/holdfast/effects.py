@@ -26,7 +26,7 @@ class Address(NamedTuple):
 
     node: str
     kind: str
-    """`registry` (the node's one), `leader` (of a group), `agent` (of a session), `lease` (a lease member), `asker`."""
+    """`registry` (the node's one), `leader` (of a group), `agent` (session/incarnation), `lease` (a lease member), `asker`."""
     name: str = ""
 
     def __str__(self) -> str:
@@ -63,6 +63,10 @@ class MemberId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.session}/{self.incarnation}.{self.number}.{self.life}"
+
+    def agent(self, node: str) -> Address:
+        """Where a borrower is reached: at its agent, of which one session may have an old and a new one."""
+        return Address(node, "agent", f"{self.session}/{self.incarnation}")
 
 
 class Piece(NamedTuple):

@@ -49,6 +49,7 @@ class Agent:
 
     def __init__(self, session: str, incarnation: int, node: str, settings: MemberSettings):
         self.session, self.incarnation, self.node, self.settings = session, incarnation, node, settings
+        self.address = MemberId(session, incarnation).agent(node)
         self.borrowers: dict[int, Borrower] = {}
         self.deadline = inf
         self._numbers = 0
@@ -132,9 +133,8 @@ def farewell(message: ToBorrower, group: GroupId, node: str) -> list[Send]:
     """What to answer on behalf of a member that is not here any more; also for hosts whose session is gone."""
     match message:
         case LeaderConnectResponse(member, _, leader):
-            return [Send(leader, Disconnect(member, Address(node, "agent", member.session), group, ""))]
+            return [Send(leader, Disconnect(member, member.agent(node), group, ""))]
         case PingResponse(member) | Grant(member) | Revoke(member) | Revoked(member):
-            home = Address(node, "agent", member.session)
-            return [Send(Address(node, "registry"), Disconnect(member, home, group, ""))]
+            return [Send(Address(node, "registry"), Disconnect(member, member.agent(node), group, ""))]
         case Disconnected() | Invalidate():
             return []

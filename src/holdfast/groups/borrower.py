@@ -132,7 +132,7 @@ class Borrower:
         self.memories = memories if memories is not None else Memories()
         self.story: list[str] = []
         self.epoch = 0
-        self._home = Address(node, "agent", member.session)
+        self._home = member.agent(node)
         self._registry = Address(node, "registry")
         self._leader: Address | None = None
         self._joined = joined

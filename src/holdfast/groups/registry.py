@@ -64,7 +64,7 @@ class Registry:
         self.election = Election(node, settings)
         self.deadline = inf
         self._elsewhere: dict[GroupId, tuple[str, float]] = {}
-        self._waiting: dict[GroupId, dict[object, Wanted]] = {}
+        self.waiting: dict[GroupId, dict[object, Wanted]] = {}
 
     def handle(self, event: RegistryEvent, now: float) -> list[RegistryEffect]:
         effects = self._dispatch(event, now)
@@ -96,7 +96,7 @@ class Registry:
                 return self._on_taken(event, now)
             case ClaimFailed(group):
                 election.on_not_claimed(group)
-                self._waiting.pop(group, None)
+                self.waiting.pop(group, None)
                 return []
             case LeaderRetired(group, epoch, clean):
                 return election.resign(group, epoch, now, clean=clean)
@@ -113,7 +113,7 @@ class Registry:
         if isinstance(wanted, Disconnect) and not wanted.carried:
             # It has nothing to tell: not worth an election.
             return []
-        waiting = self._waiting.setdefault(group, {})
+        waiting = self.waiting.setdefault(group, {})
         if len(waiting) < WAITING_MAX:
             waiting[wanted.request if isinstance(wanted, Ask) else wanted.member] = wanted
         return self.election.claim(group, now)
@@ -129,13 +129,13 @@ class Registry:
         self.election.on_not_claimed(taken.group)
         if taken.node == self.node:
             # Made by an earlier run of this node: it will end with that run's lease.
-            self._waiting.pop(taken.group, None)
+            self.waiting.pop(taken.group, None)
             return []
         self._elsewhere[taken.group] = (taken.node, now + self.settings.remember_seconds)
         return self._pass_on(taken.group, taken.node)
 
     def _pass_on(self, group: GroupId, node: str) -> list[RegistryEffect]:
-        waiting = self._waiting.pop(group, {})
+        waiting = self.waiting.pop(group, {})
         here = node == self.node
         return [
             Send(self._leader(node, group), wanted)

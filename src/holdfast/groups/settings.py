@@ -11,7 +11,7 @@ class MemberSettings:
 
     find_leader_seconds: float = 0.25
     """How soon a member that found no leader asks again."""
-    find_leader_max_seconds: float = 2.0
+    find_leader_max_seconds: float = 0.5
     """The wait doubles up to this, so that a thousand members do not storm a store that is away."""
     ping_seconds: float = 2.0
     """How often a connected member shows that it is alive."""

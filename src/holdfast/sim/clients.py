@@ -1,0 +1,260 @@
+"""Simulated sessions and batch readers: they read what they are lent, deliver it, and acknowledge in their own time.
+
+A session here does what the session handler does for real: it keeps what is in flight for each loan, says
+`Drained` when it is asked to stop and nothing is left, and knows nothing about how streams are obtained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.effects import (
+    Abandon,
+    Address,
+    Effect,
+    Ended,
+    GroupId,
+    Joined,
+    Loan,
+    MemberId,
+    Park,
+    Redeliver,
+    StartReading,
+    StopReading,
+)
+from holdfast.groups.agent import Agent
+from holdfast.groups.events import Acked, Closed, Delivered, Drained, Leave, Subscribe, Unsubscribe
+from holdfast.groups.lease import LeaseMember
+from holdfast.groups.progress import Done
+from holdfast.model import Stream
+from holdfast.sim.checkers import Reading
+from holdfast.sim.hosts import Actor, Machine, SimNode
+
+WINDOW = 3
+
+
+@dataclass(slots=True)
+class Reader:
+    """A loan being read."""
+
+    loan: Loan
+    done: Done
+    reading: Reading
+    position: int
+    in_flight: set[int]
+    stopped: bool = False
+    counts: bool = False
+    parked: int = 0
+
+
+@dataclass(slots=True)
+class ClientAck:
+    """The client's acknowledgement has reached the node."""
+
+    reader: Reader
+    offset: int
+
+
+class Member(Actor):
+    """What sessions and batch readers have in common: readers."""
+
+    def __init__(self, node: SimNode, name: str, machine: Machine):
+        super().__init__(node, name, machine)
+        self.readers: dict[Loan, Reader] = {}
+        self.ack_seconds = 0.05
+        self.stuck_until = -1.0
+        """Until then the client acknowledges nothing."""
+        self.ended: list[Ended] = []
+
+    def on(self, event: object) -> None:
+        if isinstance(event, ClientAck):
+            if self.alive:
+                self._on_ack(event)
+            return
+        super().on(event)
+
+    def effect(self, effect: Effect) -> None:
+        match effect:
+            case StartReading():
+                self._start(effect)
+            case StopReading(loan):
+                self._stop(self.readers[loan])
+            case Abandon(loan):
+                reader = self.readers.pop(loan, None)
+                if reader and not reader.stopped:
+                    self.node.truth.stopped(reader.reading)
+            case Redeliver(loan, offsets):
+                if reader := self.readers.get(loan):
+                    self._deliver(reader, list(offsets))
+            case Park(loan, offsets):
+                self.world.after(0.01, self, Acked(loan, tuple((offset, offset) for offset in offsets)))
+                for offset in offsets:
+                    self.node.truth.was_acked(loan, offset, owed=False)
+                if reader := self.readers.get(loan):
+                    reader.parked += len(offsets)
+                    reader.in_flight.difference_update(offsets)
+            case Joined():
+                pass
+            case Ended():
+                self.ended.append(effect)
+                self.over(effect)
+
+    def over(self, ended: Ended) -> None:
+        """A subscription has ended."""
+
+    def current(self, loan: Loan) -> bool:
+        """Is the loan's member still the life that speaks for it?"""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------- reading
+
+    def _start(self, effect: StartReading) -> None:
+        reading = self.node.truth.started(effect, self.name)
+        done = Done(effect.loan.piece, effect.mark, effect.skip)
+        counts = effect.policy != (None, None)
+        reader = Reader(effect.loan, done, reading, done.cursor.floor, set(), counts=counts)
+        self.readers[effect.loan] = reader
+        self.world.after(0.0, self, _Pump(reader))
+
+    def _stop(self, reader: Reader) -> None:
+        reader.stopped = True
+        self.node.truth.stopped(reader.reading)
+        self._drained(reader)
+
+    def _drained(self, reader: Reader) -> None:
+        if reader.stopped and not reader.in_flight:
+            self.readers.pop(reader.loan, None)
+            self.world.after(0.0, self, Drained(reader.loan))
+
+    def _step(self, event: object) -> None:
+        if not isinstance(event, _Pump):
+            super()._step(event)
+            return
+        # The clock first, here too: what we are about to read may not be ours any more.
+        self._clock_first()
+        if self.alive and event.reader.loan in self.readers:
+            self._pump(event.reader)
+
+    def pump(self, stream: Stream) -> None:
+        for reader in list(self.readers.values()):
+            if reader.loan.piece.stream == stream and not reader.stopped and len(reader.in_flight) < WINDOW:
+                self.world.after(0.0005, self, _Pump(reader))
+
+    def _pump(self, reader: Reader) -> None:
+        messages = self.world.log.messages.get(reader.loan.piece.stream)
+        if messages is None or reader.stopped:
+            return
+        passed: list[tuple[int, int]] = []
+        sent: list[int] = []
+        while reader.position < len(messages) and len(reader.in_flight) + len(sent) < WINDOW:
+            offset = reader.position
+            reader.position += 1
+            if reader.done.wants(offset, messages[offset]):
+                sent.append(offset)
+            elif not reader.done.cursor.is_acked(offset):
+                passed.append((offset, offset))
+        if passed:
+            super()._step(Acked(reader.loan, tuple(passed)))
+        if sent:
+            self._deliver(reader, sent)
+
+    def _deliver(self, reader: Reader, offsets: list[int]) -> None:
+        world = self.world
+        for offset in offsets:
+            self.node.truth.delivered(reader.reading, offset)
+            reader.in_flight.add(offset)
+            when = world.now + world.rng.random() * self.ack_seconds
+            if not world.healing:
+                when = max(when, self.stuck_until)
+            world.at(when, self, ClientAck(reader, offset))
+        if reader.counts:
+            super()._step(Delivered(reader.loan, tuple(offsets)))
+
+    def _on_ack(self, ack: ClientAck) -> None:
+        if self.world.now < self.node.paused_until:
+            self.world.at(self.node.paused_until, self, ack)
+            return
+        reader = ack.reader
+        if self.readers.get(reader.loan) is not reader or ack.offset not in reader.in_flight:
+            return  # it went back to the group
+        reader.in_flight.discard(ack.offset)
+        self.node.truth.was_acked(reader.loan, ack.offset, owed=self.current(reader.loan))
+        super().on(Acked(reader.loan, ((ack.offset, ack.offset),)))
+        if reader.stopped:
+            self._drained(reader)
+        else:
+            self.world.after(0.0005, self, _Pump(reader))
+
+    # --------------------------------------------------------------------------------------- faults
+
+    def crash(self) -> None:
+        self.die()
+        for reader in self.readers.values():
+            if not reader.stopped:
+                self.node.truth.stopped(reader.reading)
+        self.readers.clear()
+
+    def freeze(self, frozen: bool) -> None:
+        for reader in self.readers.values():
+            reader.reading.frozen = frozen
+
+
+@dataclass(slots=True)
+class _Pump:
+    reader: Reader
+
+
+class SimSession(Member):
+    """An MQTT session with its agent."""
+
+    machine: Agent
+
+    def __init__(self, node: SimNode, name: str, incarnation: int):
+        super().__init__(node, name, Agent(name, incarnation, node.name, node.world.member_settings))
+        self.closed = False
+        node.sessions[self.machine.address.name] = self
+
+    def current(self, loan: Loan) -> bool:
+        borrower = self.machine.borrowers.get(loan.member.number)
+        return borrower is not None and borrower.member == loan.member
+
+    def subscribe(self, group: GroupId, born: str) -> None:
+        self.on(Subscribe(group, born))
+
+    def unsubscribe(self, group: GroupId) -> None:
+        self.on(Unsubscribe(group))
+
+    def close(self) -> None:
+        """The connection is gone; the agent stays until its last words are heard."""
+        self.closed = True
+        self.on(Closed())
+        if self.machine.empty:
+            self.node.sessions.pop(self.machine.address.name, None)
+
+    def over(self, ended: Ended) -> None:
+        if self.closed and self.machine.empty:
+            self.node.sessions.pop(self.machine.address.name, None)
+
+
+class SimLease(Member):
+    """A batch reader."""
+
+    machine: LeaseMember
+
+    def __init__(self, node: SimNode, name: str, incarnation: int, group: GroupId, born: str):
+        home = Address(node.name, "lease", f"{name}/{incarnation}")
+        member = MemberId(name, incarnation)
+        machine = LeaseMember(member, group, born, home, node.world.member_settings, node.clock())
+        super().__init__(node, name, machine)
+        node.leases[home.name] = self
+        self.arm()
+
+    def current(self, loan: Loan) -> bool:
+        return self.machine.member == loan.member
+
+    def leave(self) -> None:
+        self.on(Leave())
+
+    def over(self, ended: Ended) -> None:
+        self.die()
+        self.node.leases.pop(self.machine.home.name, None)

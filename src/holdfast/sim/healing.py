@@ -1,0 +1,173 @@
+"""After the weather: everybody comes back, nothing more goes wrong, and then everything must come right.
+
+`complaints` says what is still wrong. A run passes once there is nothing to complain about, twice in a row.
+"""
+
+from __future__ import annotations
+
+from holdfast.effects import GroupId
+from holdfast.groups.borrower import Status as BorrowerStatus
+from holdfast.groups.leader import Leader
+from holdfast.groups.lease import Status as LeaseStatus
+from holdfast.groups.messages import SetPaused
+from holdfast.groups.progress import Done
+from holdfast.groups.record import GroupRecord, progress_key
+from holdfast.model import Stream
+from holdfast.sim.checkers import Violation
+from holdfast.sim.clients import ClientAck, SimLease, SimSession
+from holdfast.sim.workload import HEAL_SECONDS_MAX, WEATHER_SECONDS, Person, Workload
+
+
+def heal(run: Workload) -> None:
+    """End every fault, and bring everybody back."""
+    world = run.world
+    world.healing = True
+    world.cut.clear()
+    for node in run.nodes():
+        if not node.up:
+            node.restart()
+        if node.paused_until > world.now:
+            node.paused_until = world.now
+            node.resumed()
+    for person in run.people:
+        run.do_arrive(person)
+        for member in (person.session, person.job):
+            if member is not None:
+                member.stuck_until = -1.0
+                for reader in list(member.readers.values()):
+                    for offset in sorted(reader.in_flight):
+                        world.after(0.05, member, ClientAck(reader, offset))
+    for group in run.groups:
+        run.ask(group, SetPaused(False))
+
+
+def bring_members(run: Workload) -> None:
+    """Whoever was told that its group is deleted accepts it; a group without members gets one."""
+    for person in run.people:
+        member = person.session or person.job
+        for ended in member.ended if member else []:
+            if ended.deleted and ended.group not in _joined(person):
+                person.wants.pop(ended.group, None)
+        if person.lease and not person.wants:
+            person.job = None
+    for group in run.groups:
+        if run.record(group) is not None and not members_of(run, group):
+            person = next(person for person in run.people if person.session)
+            run.subscribe(person, group)
+
+
+def _joined(person: Person) -> set[GroupId]:
+    return {borrower.group for borrower in person.session.machine.borrowers.values()} if person.session else set()
+
+
+def members_of(run: Workload, group: GroupId) -> list[Person]:
+    record = run.record(group)
+    return [p for p in run.people if (p.session or p.job) and record and p.wants.get(group) == record.born]
+
+
+def check(run: Workload) -> None:
+    """Run the healed world until nobody complains."""
+    world = run.world
+    world.run(world.now + 6)
+    bring_members(run)
+    last: list[str] = []
+    good = 0
+    while world.now < WEATHER_SECONDS + HEAL_SECONDS_MAX:
+        world.run(world.now + 1.0)
+        last = complaints(run)
+        good = 0 if last else good + 1
+        if good == 2:
+            return
+    raise Violation("after healing: " + "; ".join(last[:6]))
+
+
+def complaints(run: Workload) -> list[str]:
+    found: list[str] = []
+    for group in run.groups:
+        record = run.record(group)
+        if record is not None:
+            found += _group(run, group, record)
+    for node in run.nodes():
+        registry = node.registry.machine
+        if any(registry.waiting.values()):
+            found.append(f"{node.name} holds questions that nobody answers")
+        for session in node.sessions.values():
+            found += _session(run, session)
+        for lease in node.leases.values():
+            found += _lease(lease)
+    for dropped in run.world.log.dropped:
+        found += [f"{dropped} is dropped, {g} keeps a cursor" for g in run.groups if _key(run, g, dropped)]
+    return found
+
+
+def _key(run: Workload, group: GroupId, stream: Stream) -> bool:
+    return run.record(group) is not None and progress_key(group, stream) in run.world.store.keys
+
+
+def _session(run: Workload, session: SimSession) -> list[str]:
+    found = []
+    if session.closed:
+        found.append(f"{session.name} is closed and still there")
+    for borrower in session.machine.borrowers.values():
+        if borrower.status is not BorrowerStatus.CONNECTED:
+            found.append(f"{borrower.member} is {borrower.status.name}")
+        if len(borrower.memories):
+            found.append(f"{borrower.member} still has memories")
+    loans = sum(len(borrower.loans) for borrower in session.machine.borrowers.values())
+    if len(session.readers) != loans:
+        found.append(f"{session.name} reads {len(session.readers)}, holds {loans}")
+    return found
+
+
+def _lease(lease: SimLease) -> list[str]:
+    machine = lease.machine
+    found = [] if machine.status is LeaseStatus.REPLAYING else [f"{machine.member} is {machine.status.name}"]
+    if len(lease.readers) != len(machine.streams):
+        found.append(f"{lease.name} reads {len(lease.readers)}, holds {len(machine.streams)}")
+    return found
+
+
+def _group(run: Workload, group: GroupId, record: GroupRecord) -> list[str]:
+    leaders = [node.leaders[str(group)].machine for node in run.nodes() if str(group) in node.leaders]
+    members = members_of(run, group)
+    if not leaders and not members:
+        return []
+    if len(leaders) != 1:
+        return [f"{group} has {len(leaders)} leaders"]
+    leader = leaders[0]
+    found = _lent(leader, members)
+    for stream, messages in run.world.log.messages.items():
+        progress = leader.shelf.progress.get(stream)
+        if progress is None:
+            found.append(f"{group} does not know {stream}")
+            continue
+        start = run.truth.starts.get(record.course, {}).get(stream, 0)
+        acked = run.truth.acked.get((record.course, stream), set())
+        missing = [offset for offset in range(start, len(messages)) if offset not in acked]
+        if missing:
+            found.append(f"{group}: {stream} {missing} never consumed ({progress})")
+        for piece in progress.pieces():
+            done = Done(piece, progress.mark(piece), progress.layers)
+            if any(done.wants(offset, publisher) for offset, publisher in enumerate(messages)):
+                found.append(f"{group}: {piece} is consumed, but its leader has not heard ({progress})")
+    found += [f"{group} keeps {stream}" for stream in leader.shelf.progress if stream not in run.world.log.messages]
+    return found
+
+
+def _lent(leader: Leader, members: list[Person]) -> list[str]:
+    found = []
+    wanted = sorted(person.name for person in members)
+    seated = sorted(seat.member.session for seat in leader.seats.values())
+    if seated != wanted:
+        found.append(f"{leader.group} seats {seated}, wanted {wanted}")
+    if leader.book.unsettled:
+        found.append(f"{leader.group}: unsettled {[str(piece) for piece in leader.book.unsettled]}")
+    loads = [len(leader.book.of_member(member)) for member in leader.seats]
+    if loads and max(loads) - min(loads) > 1:
+        found.append(f"{leader.group} is not balanced: {loads}")
+    if loads and not min(loads) and max(loads) and leader.settings.slices_max > 1:
+        found.append(f"{leader.group}: somebody has no work: {loads}")
+    open_streams = leader.shelf.open_streams(leader.record.order if leader.record else "strict")
+    if open_streams and loads and not sum(loads):
+        found.append(f"{leader.group} lends nothing of {[str(stream) for stream in open_streams]}")
+    return found

@@ -1,0 +1,327 @@
+"""What people do to groups on a normal day, drawn from the seed: join, leave, come back, publish, seal, seek, delete.
+
+A run has two parts: `WEATHER_SECONDS` in which anything may happen, and then healing, after which everything must be
+consumed and nothing be left over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.effects import Address, GroupId, Policy
+from holdfast.groups.messages import Ask, Delete, Request, Seek, SetPaused
+from holdfast.groups.record import GroupRecord, record_key
+from holdfast.groups.settings import LeaderSettings
+from holdfast.sim.checkers import Truth
+from holdfast.sim.clients import SimLease, SimSession
+from holdfast.sim.faults import Faults, draw
+from holdfast.sim.hosts import SimNode
+from holdfast.sim.world import World
+
+WEATHER_SECONDS = 16.0
+HEAL_SECONDS_MAX = 60.0
+
+
+@dataclass(slots=True)
+class Person:
+    """Somebody with a client or a batch job: where they are connected, and what they want."""
+
+    name: str
+    lease: bool = False
+    incarnation: int = 0
+    session: SimSession | None = None
+    job: SimLease | None = None
+    wants: dict[GroupId, str] = field(default_factory=dict)
+    """Groups subscribed to, each with the `born` it had."""
+
+
+class Workload:
+    """One run."""
+
+    def __init__(self, seed: int, *, faults: Faults | None = None, trace: bool = False):
+        self.world = world = World(seed, trace=trace)
+        rng = world.rng
+        world.faults = draw(rng) if faults is None else faults
+        self.truth = Truth(world)
+        skew = world.faults.clock_skew
+        for number in range(rng.randint(1, 3)):
+            rate = 1 + rng.uniform(-skew, skew) if skew else 1.0
+            SimNode(world, self.truth, f"n{number + 1}", rate, rng.uniform(0, 1000) if skew else 0.0)
+        if rng.random() < 0.3:
+            world.leader_settings = LeaderSettings(slices_max=1)
+        self.shards = rng.randint(1, 4)
+        world.log.open_generation(self.shards)
+        self.groups = [GroupId("g", "t/#")] if rng.random() < 0.8 else [GroupId("g", "t/#"), GroupId("h", "t/+")]
+        self.order = rng.choice(["strict", "strict", "parallel"])
+        self.policy = rng.choice([Policy(), Policy(), Policy(), Policy(1.0, 3), Policy(None, 4)])
+        self.borns = 0
+        self.people = [Person(f"s{n + 1}") for n in range(rng.randint(1, 5))]
+        self.people += [Person(f"b{n + 1}", lease=True) for n in range(rng.choice([0, 0, 1, 2]))]
+        self.asks: dict[str, Ask] = {}
+        self.published = 0
+        self.stop_at = WEATHER_SECONDS
+        self.publish_every = rng.choice([0.2, 0.4, 1.0])
+
+    # ---------------------------------------------------------------------------------------- set up
+
+    def begin(self) -> None:
+        rng, world = self.world.rng, self.world
+        for person in self.people:
+            world.after(rng.random() * 4, _Do(self), ("arrive", person))
+        world.after(0.1, _Do(self), ("publish", None))
+        for _ in range(rng.randint(2, 9)):
+            what = rng.choice(_ACTIONS)
+            world.at(rng.uniform(1.0, WEATHER_SECONDS), _Do(self), (what, None))
+        self._schedule_faults()
+
+    def _schedule_faults(self) -> None:
+        rng, world, faults = self.world.rng, self.world, self.world.faults
+        for what, chance in (
+            ("node_crash", faults.node_crash),
+            ("leader_crash", faults.leader_crash),
+            ("pause", faults.pause),
+            ("partition", faults.partition),
+        ):
+            second = 1.0
+            while chance and second < WEATHER_SECONDS:
+                if rng.random() < chance:
+                    world.at(second + rng.random(), _Do(self), (what, None))
+                second += 1.0
+
+    # --------------------------------------------------------------------------------------- people
+
+    def do(self, what: str, who: Person | None) -> None:
+        if self.world.healing and what not in ("arrive", "repeat_ask"):
+            return
+        getattr(self, f"do_{what}")(who)
+
+    def do_arrive(self, person: Person | None) -> None:
+        assert person is not None
+        nodes = [node for node in self.nodes() if node.up]
+        if not nodes or person.session or person.job:
+            return
+        rng = self.world.rng
+        node = rng.choice(nodes)
+        person.incarnation += 1
+        group = rng.choice(self.groups)
+        self.world.tell(person.name, f"arrives at {node.name}")
+        if person.lease:
+            born = next(iter(person.wants.values()), None) or self.declare(group).born
+            group = next(iter(person.wants), group)
+            person.job = SimLease(node, person.name, person.incarnation, group, born)
+            person.wants = {group: born}
+            person.job.ack_seconds = rng.choice([0.02, 0.3])
+            return
+        person.session = SimSession(node, person.name, person.incarnation)
+        person.session.ack_seconds = rng.choice([0.02, 0.1, 0.5])
+        if not person.wants:
+            person.wants = {group: self.declare(group).born}
+        for group, born in person.wants.items():
+            person.session.subscribe(group, born)
+
+    def declare(self, group: GroupId) -> GroupRecord:
+        """What a SUBSCRIBE does first: the group exists from here on, and its start is fixed."""
+        self.borns += 1
+        rng = self.world.rng
+        record = GroupRecord(
+            group=group,
+            born=f"born{self.borns}",
+            order="parallel" if self.order == "parallel" else "strict",
+            starts=self.world.log.starts(rng.choice(["beginning", "latest"])),
+            policy=self.policy,
+            idle_seconds_max=rng.choice([None, 30.0]),
+        )
+        found = self.world.store.declare(record)
+        self.truth.starts.setdefault(found.course, dict(found.starts))
+        self.truth.orders[found.born] = found.order
+        return found
+
+    def _anyone(self) -> Person | None:
+        present = [person for person in self.people if person.session or person.job]
+        return self.world.rng.choice(present) if present else None
+
+    def do_close(self, person: Person | None) -> None:
+        """Lost connection, kick, takeover: the agent leaves at once; the client comes back, or not."""
+        person = person or self._anyone()
+        if person is None:
+            return
+        self.world.tell(person.name, "closes")
+        if person.session:
+            person.session.close()
+        if person.job:
+            person.job.leave()
+        person.session = person.job = None
+        if self.world.rng.random() < 0.7:
+            self.world.after(self.world.rng.random() * 2, _Do(self), ("arrive", person))
+
+    def do_takeover(self, _: Person | None) -> None:
+        """Come back at once, elsewhere, while the old agent still says its last words."""
+        person = self._anyone()
+        if person:
+            self.do_close(person)
+            self.do_arrive(person)
+
+    def do_unsubscribe(self, _: Person | None) -> None:
+        person = self._anyone()
+        if person and person.session and person.wants:
+            group = self.world.rng.choice(list(person.wants))
+            self.world.tell(person.name, f"unsubscribes from {group}")
+            person.session.unsubscribe(group)
+            del person.wants[group]
+            if self.world.rng.random() < 0.6:  # quick unsubscribe and subscribe
+                self.subscribe(person, group)
+            elif self.world.rng.random() < 0.5:
+                self.world.after(self.world.rng.random() * 3, _Do(self), ("resubscribe", person))
+
+    def do_resubscribe(self, person: Person | None) -> None:
+        if person and person.session and not person.wants:
+            self.subscribe(person, self.world.rng.choice(self.groups))
+
+    def subscribe(self, person: Person, group: GroupId) -> None:
+        assert person.session is not None
+        born = self.declare(group).born
+        self.world.tell(person.name, f"subscribes to {group} ({born})")
+        person.session.subscribe(group, born)
+        person.wants[group] = born
+
+    def do_stuck(self, _: Person | None) -> None:
+        """A client that acknowledges nothing for a while."""
+        person = self._anyone()
+        member = person and (person.session or person.job)
+        if member:
+            member.stuck_until = self.world.now + self.world.rng.choice([2.0, 30.0])
+
+    # --------------------------------------------------------------------------------------- the log
+
+    def do_publish(self, _: Person | None) -> None:
+        rng, world = self.world.rng, self.world
+        if self.published < 60:
+            stream = rng.choice(world.log.open_streams())
+            world.publish(stream, f"p{rng.randint(0, 7)}")
+            self.published += 1
+            world.after(rng.random() * self.publish_every, _Do(self), ("publish", None))
+
+    def do_seal(self, _: Person | None) -> None:
+        if self.world.rng.random() < 0.4:
+            self.shards = self.world.rng.randint(1, 4)
+        self.world.tell("log", f"next generation, {self.shards} shards")
+        self.world.log.open_generation(self.shards)
+        self.world.streams_changed()
+
+    def do_expire(self, _: Person | None) -> None:
+        gone = self.world.log.drop_oldest()
+        self.world.tell("log", f"drops {[str(stream) for stream in gone]}")
+        self.world.streams_changed()
+
+    # ------------------------------------------------------------------------------------- operators
+
+    def ask(self, group: GroupId, what: Request) -> None:
+        request = f"r{len(self.asks) + 1}"
+        nodes = [node for node in self.nodes() if node.up]
+        if nodes:
+            node = self.world.rng.choice(nodes)
+            self.asks[request] = Ask(request, Address(node.name, "asker", request), group, what)
+            self.world.after(0.0, _Do(self), ("repeat_ask", request))
+
+    def do_repeat_ask(self, request: str) -> None:
+        ask = self.asks[request]
+        if request not in self.world.answers:
+            self.world.send(ask.reply_to.node, Address(ask.reply_to.node, "registry"), ask)
+            self.world.after(0.7, _Do(self), ("repeat_ask", request))
+
+    def do_seek(self, _: Person | None) -> None:
+        group = self.world.rng.choice(self.groups)
+        record = self.record(group)
+        if record is None:
+            return
+        starts = {s: self.world.rng.randint(0, len(m)) for s, m in self.world.log.messages.items()}
+        self.world.tell("operator", f"seeks {group}")
+        self.ask(group, Seek(tuple(starts.items())))
+
+    def do_pause_group(self, _: Person | None) -> None:
+        self.ask(self.world.rng.choice(self.groups), SetPaused(True))
+
+    def do_resume_group(self, _: Person | None) -> None:
+        self.ask(self.world.rng.choice(self.groups), SetPaused(False))
+
+    def do_delete(self, _: Person | None) -> None:
+        if self.world.rng.random() < 0.4:
+            self.world.tell("operator", "deletes")
+            self.ask(self.world.rng.choice(self.groups), Delete(if_idle=self.world.rng.random() < 0.3))
+
+    def record(self, group: GroupId) -> GroupRecord | None:
+        data = self.world.store.keys.get(record_key(group))
+        return None if data is None else GroupRecord.from_json(data)
+
+    # ---------------------------------------------------------------------------------------- faults
+
+    def nodes(self) -> list[SimNode]:
+        return [node for node in self.world.nodes.values() if isinstance(node, SimNode)]
+
+    def do_node_crash(self, _: Person | None) -> None:
+        up = [node for node in self.nodes() if node.up]
+        if up:
+            node = self.world.rng.choice(up)
+            node.crash()
+            self.world.after(self.world.rng.uniform(0.1, 8), _Do(self), ("node_restart", node))
+            for person in self.people:
+                if (person.session and not person.session.alive) or (person.job and not person.job.alive):
+                    person.session = person.job = None
+                    self.world.after(self.world.rng.random() * 3, _Do(self), ("arrive", person))
+
+    def do_node_restart(self, node: SimNode) -> None:
+        if not node.up:
+            node.restart()
+
+    def do_leader_crash(self, _: Person | None) -> None:
+        leaders = [leader for node in self.nodes() for leader in node.leaders.values()]
+        if leaders:
+            leader = self.world.rng.choice(leaders)
+            self.world.tell(leader.name, "BREAKS DOWN")
+            leader.node.leader_gone(leader, clean=False)
+
+    def do_pause(self, _: Person | None) -> None:
+        up = [node for node in self.nodes() if node.up and node.paused_until < self.world.now]
+        if up:
+            self.world.rng.choice(up).pause(self.world.rng.uniform(0.5, 9))
+
+    def do_partition(self, _: Person | None) -> None:
+        names = [*self.world.nodes, "store"]
+        pair = frozenset(self.world.rng.sample(names, 2))
+        self.world.tell("network", f"cut {sorted(pair)}")
+        self.world.cut.add(pair)
+        self.world.after(self.world.rng.uniform(0.5, 8), _Do(self), ("mend", pair))
+
+    def do_mend(self, pair: frozenset[str]) -> None:
+        self.world.cut.discard(pair)
+
+
+_ACTIONS = [
+    "close",
+    "close",
+    "takeover",
+    "unsubscribe",
+    "unsubscribe",
+    "stuck",
+    "seal",
+    "seal",
+    "expire",
+    "seek",
+    "pause_group",
+    "resume_group",
+    "delete",
+]
+
+
+class _Do:
+    """Something that somebody is going to do."""
+
+    __slots__ = ("workload",)
+
+    def __init__(self, workload: Workload):
+        self.workload = workload
+
+    def on(self, event: object) -> None:
+        assert isinstance(event, tuple)
+        what, who = event
+        self.workload.do(what, who)
