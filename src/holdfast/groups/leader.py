@@ -148,8 +148,8 @@ class Leader:
             case LoadFailed():
                 self._load_at = now + self.settings.save_retry_seconds
             case StreamsSeen():
-                if self.record:
-                    self.shelf.see(self.record, event.streams)
+                if self.record:  # before that, nobody has asked
+                    self.shelf.see(event.streams)
             case SaveFailed():
                 self._on_save_failed(now)
             case Deposed():
@@ -272,6 +272,8 @@ class Leader:
                 self._settle_at = now + self.settings.settle_seconds
             effects.append(WatchStreams(self.group, loaded.record.log))
         for wanted in waiting:
+            if self.phase is Phase.DELETING:
+                break  # one of them was the request to delete
             effects += self._on_wanted(wanted, now)
         return effects
 

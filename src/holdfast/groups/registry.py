@@ -68,6 +68,9 @@ class Registry:
 
     def handle(self, event: RegistryEvent, now: float) -> list[RegistryEffect]:
         effects = self._dispatch(event, now)
+        # A claim that was given up, or lost with the lease, leaves its questions behind: claim anew for them.
+        for group in [group for group in self.waiting if group not in self.election.claims]:
+            effects += self.election.claim(group, now)
         self.deadline = self.election.deadline
         return effects
 

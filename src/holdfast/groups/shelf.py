@@ -11,7 +11,7 @@ leader would take it for a new one and deliver it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from holdfast.cursors import Cursor
 from holdfast.effects import Mark, Piece
@@ -33,36 +33,45 @@ class Shelf:
         """Streams whose stored progress is to be deleted."""
         self.news = False
         """Something happened that may change what is open."""
+        self._course = ""
+        self._starts: Mapping[Stream, int] = {}
 
     def load(self, record: GroupRecord, stored: Iterable[StreamProgress]) -> None:
+        self._course, self._starts = record.course, record.starts
         for progress in stored:
             if progress.course == record.course:
                 self.progress[progress.stream] = progress
             else:
                 self.forget[progress.stream] = None
 
-    def see(self, record: GroupRecord, infos: Iterable[StreamInfo]) -> None:
+    def see(self, infos: Iterable[StreamInfo]) -> None:
         self.seen = dict(infos)
         for stream in self.seen:
             if stream not in self.progress:
-                self.progress[stream] = StreamProgress.starting(stream, record.course, record.starts.get(stream, 0))
-                self.forget.pop(stream, None)
+                self._start(stream)
         self.news = True
+
+    def _start(self, stream: Stream) -> StreamProgress:
+        self.forget.pop(stream, None)
+        begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0))
+        self.progress[stream] = begun
+        return begun
 
     def start_over(self, record: GroupRecord) -> None:
         """After a seek: the record says where."""
-        self.progress = {
-            stream: StreamProgress.starting(stream, record.course, record.starts.get(stream, 0))
-            for stream in self.seen or {}
-        }
+        self._course, self._starts = record.course, record.starts
+        self.progress.clear()
         self.dirty.clear()
+        for stream in self.seen or {}:
+            self._start(stream)
         self.news = True
 
     def merge(self, piece: Piece, course: str, mark: Mark) -> None:
         """Take over what somebody did, if it is about this course and a stream that exists."""
-        progress = self.progress.get(piece.stream)
-        if progress is None or progress.course != course or (self.seen is not None and piece.stream not in self.seen):
+        if course != self._course or (self.seen is not None and piece.stream not in self.seen):
             return
+        # Members may bring news of a stream before we have looked which there are.
+        progress = self.progress.get(piece.stream) or self._start(piece.stream)
         if progress.merge(piece, mark):
             self.dirty[piece.stream] = None
             end = self.seen.get(piece.stream) if self.seen else None

@@ -93,6 +93,7 @@ class Member(Actor):
                 if reader := self.readers.get(loan):
                     reader.parked += len(offsets)
                     reader.in_flight.difference_update(offsets)
+                    self.world.after(0.02, self, _Pump(reader))
             case Joined():
                 pass
             case Ended():

@@ -37,8 +37,7 @@ def heal(run: Workload) -> None:
                 for reader in list(member.readers.values()):
                     for offset in sorted(reader.in_flight):
                         world.after(0.05, member, ClientAck(reader, offset))
-    for group in run.groups:
-        run.ask(group, SetPaused(False))
+    run.asks.clear()
 
 
 def bring_members(run: Workload) -> None:
@@ -51,6 +50,7 @@ def bring_members(run: Workload) -> None:
         if person.lease and not person.wants:
             person.job = None
     for group in run.groups:
+        run.ask(group, SetPaused(False))
         if run.record(group) is not None and not members_of(run, group):
             person = next(person for person in run.people if person.session)
             run.subscribe(person, group)
@@ -68,7 +68,8 @@ def members_of(run: Workload, group: GroupId) -> list[Person]:
 def check(run: Workload) -> None:
     """Run the healed world until nobody complains."""
     world = run.world
-    world.run(world.now + 6)
+    # Stragglers may still be on their way.
+    world.run(world.now + (11 if world.faults.straggle else 6))
     bring_members(run)
     last: list[str] = []
     good = 0

@@ -134,6 +134,8 @@ class Actor:
     def perform(self, effects: list[Effect]) -> None:
         world = self.world
         for index, effect in enumerate(effects):
+            if not self.alive:
+                return
             if world.trace is not None:
                 world.tell(self.name, describe(effect))
             if isinstance(effect, Send):

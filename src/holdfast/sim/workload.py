@@ -58,6 +58,7 @@ class Workload:
         self.people = [Person(f"s{n + 1}") for n in range(rng.randint(1, 5))]
         self.people += [Person(f"b{n + 1}", lease=True) for n in range(rng.choice([0, 0, 1, 2]))]
         self.asks: dict[str, Ask] = {}
+        self.requests = 0
         self.published = 0
         self.stop_at = WEATHER_SECONDS
         self.publish_every = rng.choice([0.2, 0.4, 1.0])
@@ -216,7 +217,8 @@ class Workload:
     # ------------------------------------------------------------------------------------- operators
 
     def ask(self, group: GroupId, what: Request) -> None:
-        request = f"r{len(self.asks) + 1}"
+        self.requests += 1
+        request = f"r{self.requests}"
         nodes = [node for node in self.nodes() if node.up]
         if nodes:
             node = self.world.rng.choice(nodes)
@@ -224,8 +226,8 @@ class Workload:
             self.world.after(0.0, _Do(self), ("repeat_ask", request))
 
     def do_repeat_ask(self, request: str) -> None:
-        ask = self.asks[request]
-        if request not in self.world.answers:
+        ask = self.asks.get(request)
+        if ask and request not in self.world.answers:
             self.world.send(ask.reply_to.node, Address(ask.reply_to.node, "registry"), ask)
             self.world.after(0.7, _Do(self), ("repeat_ask", request))
 
