@@ -33,12 +33,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs: JSON instead
 
 @app.command()
 def demo(
-    rounds: Annotated[int, typer.Option(help="How often the writer is killed.")] = 5,
+    kills: Annotated[int, typer.Option(min=0, help="How often the node is killed under load.")] = 2,
 ) -> None:
-    """Write to the embedded store, kill the writer in mid-write a few times, and audit what is left."""
+    """Run a node with simulated vehicles and a durable subscriber, kill it, restart it, and audit what they saw."""
     from holdfast.demo import run
 
-    sys.exit(run(rounds))
+    sys.exit(run(kills))
 
 
 @app.command()
