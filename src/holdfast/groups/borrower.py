@@ -277,7 +277,7 @@ class Borrower:
         if self.status is not Status.CONNECTING or now >= response.echo + response.good_for_seconds:
             return []
         self._move(Status.CONNECTED)
-        self.epoch, self._leader = response.epoch, response.leader
+        self.epoch, self._leader, self._oldest_loan = response.epoch, response.leader, response.oldest_loan
         self._trust(response.echo, response.good_for_seconds)
         effects = self.memories.abandon()
         if self.memories:
@@ -301,7 +301,8 @@ class Borrower:
                 if held:
                     held.confirmed = max(held.confirmed, changes)
             self._pinged = None
-            self.memories.clear()
+            if response.kept:
+                self.memories.clear()
         return []
 
     def _trust(self, echo: float, good_for_seconds: float) -> None:

@@ -272,9 +272,8 @@ class Leader:
                 self._settle_at = now + self.settings.settle_seconds
             effects.append(WatchStreams(self.group, loaded.record.log))
         for wanted in waiting:
-            if self.phase is Phase.DELETING:
-                break  # one of them was the request to delete
-            effects += self._on_wanted(wanted, now)
+            if self._deleting is None:  # which one of them may ask for
+                effects += self._on_wanted(wanted, now)
         return effects
 
     def _write(self, record: GroupRecord, now: float) -> None:
@@ -373,7 +372,9 @@ class Leader:
             if wanted.sent_at > seat.echo or seat.lease_status is LeaseStatus.WAITING:
                 seat.echo, seat.good_for_seconds = wanted.sent_at, good_for
             return self.lender.desk.say(seat, now) if seat.lease_status is LeaseStatus.LEASING else []
-        response = LeaderConnectResponse(seat.member, self.epoch, self.here, wanted.sent_at, good_for)
+        # It may have sat here before without knowing it; a grant from then may still be on its way.
+        oldest = self.book.oldest_number(seat.member)
+        response = LeaderConnectResponse(seat.member, self.epoch, self.here, wanted.sent_at, good_for, oldest)
         return [Send(seat.home, response)]
 
     def _admit(self, wanted: LeaderWanted | FindLeader, now: float) -> Seat | None:
@@ -420,11 +421,10 @@ class Leader:
             self._place_soon(now)
         if ping.reports and self.lender.take(ping.member, ping.reports, now):
             self._save_by(now + self.settings.gather_seconds)
-        if ping.carried:
-            self._merge_carried(ping.carried)
+        kept = not ping.carried or self._merge_carried(ping.carried)
         good_for = self._count_on(seat, now)
         oldest = self.book.oldest_number(ping.member)
-        return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest))]
+        return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, kept))]
 
     def _refuse(self, message: Ping | UpdateStreamStates) -> list[LeaderEffect]:
         # While loading we know nobody, and must not send away those whom we are about to let in.
@@ -452,7 +452,7 @@ class Leader:
         good_for = self._count_on(seat, now)
         if states.sent_at > seat.echo:
             seat.echo, seat.good_for_seconds = states.sent_at, good_for
-        self._merge_carried(states.carried)
+        seat.kept = self._merge_carried(states.carried)
         effects = self.lender.desk.on_states(seat, states, now)
         if self.lender.desk.returned(seat):
             self._save_by(now + self.settings.gather_seconds)
@@ -470,9 +470,13 @@ class Leader:
         self._save_by(now + self.settings.gather_seconds)
         return []
 
-    def _merge_carried(self, carried: Iterable[Carried]) -> None:
+    def _merge_carried(self, carried: Iterable[Carried]) -> bool:
+        """Take over what members know from before; whether it is all durable already."""
+        kept = True
         for piece, course, mark in carried:
             self.shelf.merge(piece, course, mark)
+            kept = kept and piece.stream not in self.shelf.dirty
+        return kept
 
     # ---------------------------------------------------------------------------------- operators
 

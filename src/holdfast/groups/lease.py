@@ -251,6 +251,8 @@ class LeaseMember:
         self._trust(renew.echo, renew.good_for_seconds)
         if self._sent and self._sent[0] == renew.echo:
             self._confirm(self._sent[1])
+            if renew.kept:
+                self.memories.clear()
         if self.status is not Status.UPDATING or not alone:
             return []
         if not all(lent.drained for lent in self.taken.values()):
@@ -267,7 +269,6 @@ class LeaseMember:
             if lent:
                 lent.confirmed = max(lent.confirmed, changes)
         self._sent = None
-        self.memories.clear()
 
     def _trust(self, echo: float, good_for_seconds: float) -> None:
         until = echo + good_for_seconds

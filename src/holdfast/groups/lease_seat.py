@@ -72,6 +72,8 @@ class LeaseSeat(Seat):
     resend_at: float = inf
     echo: float = 0.0
     good_for_seconds: float = 0.0
+    kept: bool = False
+    """What its last states carried is durable."""
     story: list[str] = field(default_factory=list)
 
     kind = "lease"
@@ -115,7 +117,7 @@ class LeaseDesk:
         seat.version = self._versions
         seat.granted, seat.seen_new, seat.within_seconds = grants, False, within_seconds
         for piece in grants:
-            self._book.lend(piece, seat.member, now)
+            self._book.lend(piece, seat.member, now).version = seat.version
         for entry in revokes:
             self._book.move(entry, LoanStatus.REVOKING, now)
             entry.within_seconds = within_seconds
@@ -207,14 +209,18 @@ class LeaseDesk:
 
     def _take_back(self, seat: LeaseSeat, reports: tuple[Report, ...]) -> None:
         for report in reports:
-            entry = self._book.entries.get(report.piece)
-            if entry and report.final and entry.owner == seat.member and entry.status is LoanStatus.REVOKING:
+            entry = self._entry(seat, report)
+            if entry and report.final and entry.status is LoanStatus.REVOKING:
                 entry.final = True
+
+    def _entry(self, seat: LeaseSeat, report: Report) -> Entry | None:
+        """The loan a report is about. A late one may be about the same piece in an earlier version, or course."""
+        entry = self._book.entries.get(report.piece)
+        return entry if entry and entry.owner == seat.member and entry.version == report.loan else None
 
     def _merge(self, seat: LeaseSeat, reports: tuple[Report, ...]) -> None:
         for report in reports:
-            entry = self._book.entries.get(report.piece)
-            if entry and entry.owner == seat.member:
+            if self._entry(seat, report):
                 self._shelf.merge(report.piece, self._shelf.progress[report.piece.stream].course, report.mark)
 
     def returned(self, seat: LeaseSeat) -> bool:
@@ -235,5 +241,7 @@ class LeaseDesk:
     def _renew(self, seat: LeaseSeat, version: int, new_version: int | None) -> Send:
         return Send(
             seat.home,
-            RenewStreamLease(seat.member, self._epoch, version, new_version, seat.echo, seat.good_for_seconds),
+            RenewStreamLease(
+                seat.member, self._epoch, version, new_version, seat.echo, seat.good_for_seconds, seat.kept
+            ),
         )

@@ -48,6 +48,8 @@ class Entry:
     owner: MemberId
     number: int
     status: LoanStatus = LoanStatus.ABSENT
+    version: int = 0
+    """Of a lease member's set: the version that brought the piece in."""
     final: bool = False
     """The last progress has arrived; once it is saved, the loan is REVOKED."""
     policy: Policy = NO_POLICY

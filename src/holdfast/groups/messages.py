@@ -115,13 +115,14 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class LeaderConnectResponse:
-    """Leader -> borrower. You are in; I am here, under this epoch."""
+    """Leader -> borrower. You are in; I am here, under this epoch; loans below `oldest_loan` are not yours."""
 
     member: MemberId
     epoch: int
     leader: Address
     echo: float
     good_for_seconds: float
+    oldest_loan: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ class PingResponse:
     echo: float
     good_for_seconds: float
     oldest_loan: int = 0
+    kept: bool = True
+    """What the ping carried is durable, and need not be carried any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +239,8 @@ class RenewStreamLease:
     new_version: int | None
     echo: float
     good_for_seconds: float
+    kept: bool = True
+    """What the states carried is durable, and need not be carried any longer."""
 
 
 @dataclass(frozen=True, slots=True)

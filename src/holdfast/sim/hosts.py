@@ -337,7 +337,7 @@ class SimNode:
     def streams_changed(self) -> None:
         seen = StreamsSeen(self.world.log.infos())
         for leader in list(self.leaders.values()):
-            self.world.after(0.001 + self.world.rng.random() * 0.05, leader, seen)
+            self.world.after(0.01, leader, seen)  # the same for all: the news must not overtake each other
 
     def published(self, stream: Stream) -> None:
         for session in self.sessions.values():

@@ -9,7 +9,20 @@ from holdfast.effects import Address, Effect, Layer, Loan, Mark, Save, Send
 from holdfast.groups.messages import Carried, Leased, Report
 from holdfast.groups.record import GroupRecord
 
-_QUIET = {"member", "group", "reply_to", "epoch", "born", "course", "leader", "log", "asked_at", "sent_at", "echo"}
+_QUIET = {
+    "member",
+    "group",
+    "reply_to",
+    "epoch",
+    "born",
+    "course",
+    "leader",
+    "log",
+    "asked_at",
+    "sent_at",
+    "echo",
+    "trusted_until",
+}
 
 
 def describe(effect: Effect) -> str:

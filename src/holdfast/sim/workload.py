@@ -42,7 +42,7 @@ class Workload:
         self.world = world = World(seed, trace=trace)
         rng = world.rng
         world.faults = draw(rng) if faults is None else faults
-        self.truth = Truth(world)
+        self.truth = Truth(world, exact=world.faults.exact)
         skew = world.faults.clock_skew
         for number in range(rng.randint(1, 3)):
             rate = 1 + rng.uniform(-skew, skew) if skew else 1.0
