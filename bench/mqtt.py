@@ -24,6 +24,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from bench import mqtt_load as load
+from bench.log import bare_sync
 from bench.measure import heading, middle, result, spread
 from bench.mqtt_load import Load, Role, Wrong
 
@@ -136,6 +137,8 @@ def bench_ack(bench: Bench) -> bool:
     role.await_ready()
     role.go()
     paced: load.Paced = role.result()
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        bench.note("for comparison, a bare write + fdatasync of 4 KiB", spread(bare_sync(Path(folder)), "µs", 1e6))
     bench.note("publish to acknowledgement", spread(paced.ack_seconds, "µs", 1e6))
     bench.note("the generator was late by", spread(paced.late_seconds, "µs", 1e6))
     ok = result("publish to acknowledgement at 2,000/s, p50", at(paced.ack_seconds, 0.5) * 1e3, "ms", at_most=1)

@@ -26,20 +26,29 @@ LIBRARIES = ["paho", "aiomqtt", "mqttjs"]
 
 FLUSH_SECONDS = 0.2
 
+NewStore = Callable[[], str | None]
+Connect = Callable[..., Any]
+
 _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="session", params=STORES)
-def store(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """The store's URL; None is the node's own SQLite file, in its data folder."""
+def new_store(request: pytest.FixtureRequest) -> Iterator[NewStore]:
+    """Gives the URL of a new store, for one node; None is the node's own SQLite file, in its data folder."""
     if request.param == "sqlite":
-        yield None
+        yield lambda: None
         return
     server = request.getfixturevalue("postgres_server")
     server.start()
-    url = server.database()
-    yield url
-    server.drop(url)
+    urls: list[str] = []
+
+    def new() -> str:
+        urls.append(server.database())
+        return urls[-1]
+
+    yield new
+    for url in urls:
+        server.drop(url)
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +89,9 @@ def settings(authority: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def node(store: str | None, authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def node(new_store: NewStore, authority: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """The store's node for all tests that leave it running."""
-    with Node(tmp_path_factory.mktemp("node"), store=store, settings=settings(authority)) as running:
+    with Node(tmp_path_factory.mktemp("node"), store=new_store(), settings=settings(authority)) as running:
         yield running
 
 
@@ -140,9 +149,6 @@ def clients(request: pytest.FixtureRequest) -> Iterator[Clients]:
     made = Clients(request)
     yield made
     made.close()
-
-
-Connect = Callable[..., Any]
 
 
 @pytest.fixture

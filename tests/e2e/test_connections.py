@@ -22,15 +22,15 @@ def test_a_silent_client_is_given_up_after_one_and_a_half_keep_alives(
         raw.connect(f"{name}-silent", keep_alive=1, will=(name, b"silent"))
         begin = time.monotonic()
         said = raw.ended()
-        assert 1.0 < time.monotonic() - begin < 4.0
+        assert 1.0 < time.monotonic() - begin < 6.0
         assert said in ((b"\xe0\x01\x8d", b"\xe0\x02\x8d\x00", b"") if version == V5 else (b"",))
     assert watcher.next().payload == b"silent"
 
 
-def test_a_client_that_pings_stays(node: Node, connect: Connect, name: str, version: int) -> None:
-    with Raw(node.mqtt_port, version) as raw:
+def test_a_client_that_pings_stays(node: Node, name: str) -> None:
+    with Raw(node.mqtt_port, V5) as raw:
         raw.connect(name, keep_alive=1)
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 2.0
         while time.monotonic() < end:
             raw.send(0xC0)
             assert raw.read() == (0xD0, b"")

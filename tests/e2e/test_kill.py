@@ -149,7 +149,7 @@ def kill_rounds(node: Node, version: int, name: str, rounds: int, chance: random
         publishers = [Publisher(node.mqtt_port, version, name, n, first[n]) for n in range(PUBLISHERS)]
         for thread in (subscriber, *publishers):
             thread.start()
-        moment = time.monotonic() + FLUSH_SECONDS + MARGIN_SECONDS + chance.uniform(0.05, 0.4)
+        moment = time.monotonic() + FLUSH_SECONDS + MARGIN_SECONDS + chance.uniform(0.02, 0.25)
         wait_for(lambda moment=moment: time.monotonic() > moment, what="the moment")
         killed = time.monotonic()
         node.kill()

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
-from e2e.clients import V5, Client
+from e2e.clients import V5
 from e2e.conftest import Connect, durable
+from e2e.raw import Raw, text
+from node import Node
 from processes import wait_for
 
 
@@ -71,13 +73,11 @@ def test_beginning_is_where_it_starts_not_where_it_resumes(connect: Connect, nam
     assert back.next().text == "3"
 
 
-def test_a_position_that_is_none_is_refused(connect: Connect, name: str) -> None:
-    client = connect(name)
-    assert client.subscribe(name, 1, properties=start("yesterday")) >= 0x80
-    _still_works(client, name)
-
-
-def _still_works(client: Client, name: str) -> None:
-    client.subscribe(f"{name}/ok", 1)
-    client.publish(f"{name}/ok", b"fine")
-    assert client.next().payload == b"fine"
+def test_a_position_that_is_none_is_refused(node: Node, name: str) -> None:
+    """With a code in the SUBACK, or with one for the whole connection; never by starting somewhere else."""
+    with Raw(node.mqtt_port, V5) as raw:
+        raw.connect(name)
+        wish = b"\x26" + text("holdfast-start") + text("yesterday")
+        raw.send(0x82, b"\x00\x01" + bytes([len(wish)]) + wish + text(name) + b"\x01")
+        first, body = raw.read()
+        assert (first == 0x90 and body[-1] >= 0x80) or (first == 0xE0 and body[0] >= 0x80)

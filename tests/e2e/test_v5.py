@@ -116,19 +116,15 @@ def test_no_local_spares_the_publisher_its_own(connect: Connect, name: str, libr
 
 def test_subscription_identifiers_say_which_matched(connect: Connect, name: str, library: str) -> None:
     client = connect(name, V5, library)
-    client.subscribe(f"{name}/+", 1, properties={"SubscriptionIdentifier": _identifier(library, 7)})
+    client.subscribe(f"{name}/+", 1, properties={"SubscriptionIdentifier": 7})
     client.publish(f"{name}/a", b"one")
     assert list(client.next().properties["SubscriptionIdentifier"]) == [7]
-    client.subscribe(f"{name}/b/#", 1, properties={"SubscriptionIdentifier": _identifier(library, 268_435_455)})
+    client.subscribe(f"{name}/b/#", 1, properties={"SubscriptionIdentifier": 268_435_455})
     client.publish(f"{name}/b/c", b"other")
     assert list(client.next().properties["SubscriptionIdentifier"]) == [268_435_455]
     client.publish(f"{name}/b", b"both")
     found = _identifiers_until(client, {7, 268_435_455})
     assert sorted(found) == [7, 268_435_455]
-
-
-def _identifier(library: str, number: int) -> int | list[int]:
-    return number
 
 
 def _identifiers_until(client: Client, wanted: set[int]) -> list[int]:
@@ -151,12 +147,12 @@ def test_the_remaining_time_of_a_message_is_passed_on(connect: Connect, name: st
     late = connect(f"{name}-late")
     late.subscribe(f"{name}/now")
     publisher.publish(f"{name}/now", b"fresh", properties={"MessageExpiryInterval": 100})
-    assert late.next().properties["MessageExpiryInterval"] in (99, 100)
-    wait_for(lambda: time.monotonic() - begin > 2.1, what="the short one's end")
+    assert late.next().properties["MessageExpiryInterval"] in range(90, 101)
+    wait_for(lambda: time.monotonic() - begin > 1.6, what="the short one's end")
     back = connect(f"{name}-away", V5, **durable(V5))
     long, endless = back.take(2)
     assert (long.payload, endless.payload) == (b"long", b"for ever")
-    assert 90 <= long.properties["MessageExpiryInterval"] <= 98
+    assert 80 <= long.properties["MessageExpiryInterval"] <= 99
     assert "MessageExpiryInterval" not in endless.properties
 
 
@@ -164,7 +160,7 @@ def test_expired_retained_messages_are_gone(connect: Connect, name: str) -> None
     publisher = connect(f"{name}-pub")
     publisher.publish(f"{name}/a", b"short", retain=True, properties={"MessageExpiryInterval": 1})
     begin = time.monotonic()
-    wait_for(lambda: time.monotonic() - begin > 2.1, what="its end")
+    wait_for(lambda: time.monotonic() - begin > 1.6, what="its end")
     late = connect(f"{name}-late")
     late.subscribe(f"{name}/#")
     publisher.publish(f"{name}/b", b"end")
@@ -283,7 +279,7 @@ def test_a_client_that_is_back_in_time_has_no_will_published(connect: Connect, n
 def test_a_session_ends_when_its_expiry_says(connect: Connect, node: Node, name: str) -> None:
     connect(name, V5, **durable(V5, 1)).disconnect()
     begin = time.monotonic()
-    wait_for(lambda: time.monotonic() - begin > 2.2, what="the session's end")
+    wait_for(lambda: time.monotonic() - begin > 1.6, what="the session's end")
     assert connect(name, V5, **durable(V5)).session_present is False
 
 
