@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from holdfast.spark.jobs.job import Progress
     from holdfast.spark.jobs.lake import LakeOptions, lake, relocate
     from holdfast.spark.jobs.run import Runner, RunOptions, run
-    from holdfast.spark.session import session
+    from holdfast.spark.starting import session
 
 __all__ = [
     "AggregateOptions",
@@ -34,7 +34,7 @@ _HOMES = {
     "jobs.job": ("Progress",),
     "jobs.lake": ("LakeOptions", "lake", "relocate"),
     "jobs.run": ("Runner", "RunOptions", "run"),
-    "session": ("session",),
+    "starting": ("session",),
 }
 
 
@@ -43,6 +43,6 @@ def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             found = getattr(import_module(f"holdfast.spark.{home}"), name)
-            globals()[name] = found  # a module of the same name would take its place otherwise
+            globals()[name] = found
             return found
     raise AttributeError(f"module 'holdfast.spark' has no attribute {name!r}")

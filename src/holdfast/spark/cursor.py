@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from holdfast.cursors.cursor import Cursor, cursor_key
-from holdfast.log.contract import Head
 from holdfast.metadata import Delete, Put, VersionMismatch, open_metadata
 from holdfast.metadata.contract import Metadata
 from holdfast.model import Stream
@@ -22,25 +20,23 @@ class SavedCursor:
     def __init__(self, url: str, log: str, subscription: str):
         self._metadata: Metadata = open_metadata(url)
         self._log, self._subscription = log, subscription
-        self._saved: dict[Key, int] = {}
+        self._saved: dict[Key, int] | None = None
         self._next_flush = 0.0
 
-    def load(self, heads: Sequence[Head]) -> Place | None:
+    def load(self) -> Place | None:
         """Where the subscription left off; None if there never was one."""
-        found: dict[Key, int] = {}
-        for head in heads:
-            entry = self._metadata.get(self._key(head.stream))
-            if entry is not None:
-                found[head.stream.generation, head.stream.shard] = Cursor.from_json(entry.value).floor
-        if not found:
-            return None
-        return Place(min(generation for generation, _ in found) - 1, found)
+        found = self._found()
+        return Place(min(generation for generation, _ in found) - 1, found) if found else None
 
     def save(self, place: Place, *, at_once: bool) -> None:
         """Everything before `place` is acknowledged. Now and then, unless it is to be `at_once`."""
         now = time.monotonic()
-        news = {key: offset for key, offset in place.at.items() if offset > self._saved.get(key, 0)}
-        finished = [key for key in self._saved if key[0] <= place.done and place.at]
+        if self._saved is None:
+            self._saved = self._found()
+        saved = self._saved
+        news = {key: offset for key, offset in place.at.items() if offset > saved.get(key, 0)}
+        # Finished streams leave nothing behind, once there is a later place to go on from.
+        finished = [key for key in saved if key[0] <= place.done and place.at]
         if not (news or finished) or (now < self._next_flush and not at_once):
             return
         self._next_flush = now + FLUSH_SECONDS
@@ -49,10 +45,19 @@ class SavedCursor:
             some = keys[at : at + _CHANGES_MAX]
             while not self._advance({key: news[key] for key in some}):
                 pass
-        self._saved.update(news)
+        saved.update(news)
         for key in finished:
             self._metadata.transact([Delete(self._key(self._stream(key)))])
-            del self._saved[key]
+            del saved[key]
+
+    def _found(self) -> dict[Key, int]:
+        """What is saved under this name, of whichever stream."""
+        found: dict[Key, int] = {}
+        for name, entry in self._metadata.list(f"/holdfast/subscriptions/{self._log}/").items():
+            stream = Stream.parse(name.split("/")[4])
+            if name == self._key(stream):
+                found[stream.generation, stream.shard] = Cursor.from_json(entry.value).floor
+        return found
 
     def _advance(self, news: dict[Key, int]) -> bool:
         """Forward only: whoever else moved the cursor meanwhile keeps what it gained. False: try again."""

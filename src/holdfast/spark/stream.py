@@ -55,7 +55,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         with one_line():
             heads = self._heads()
             cursor = self._saved()
-            known = cursor.load(heads) if cursor else None
+            known = cursor.load() if cursor else None
             if known is not None:
                 return {**known.to_json(), "initial": True}
             log = log_at(self.options.store)

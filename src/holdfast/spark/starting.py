@@ -21,6 +21,9 @@ try:
 except ImportError as error:
     raise RequestError("the pipeline needs PySpark, which is not installed: pip install 'holdfast[spark]'") from error
 
+from holdfast.spark.formats import formats
+from holdfast.spark.warmup import WarmupSource, warm_up
+
 _CHECKPOINTS = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 
 # What goes wrong in Spark reaches us as an exception; its log would only say it again, at length.
@@ -52,6 +55,7 @@ def session(master: str | None = None, **conf: Any) -> SparkSession:
             return _join(found, master, given)
         spark = _start(master, given)
         _register(spark)
+        warm_up(spark)
     return spark
 
 
@@ -186,7 +190,6 @@ def _package() -> Path:
 
 
 def _register(spark: SparkSession) -> None:
-    from holdfast.spark.formats import formats
-
+    spark.dataSource.register(WarmupSource)
     for source in formats(spark.sparkContext.defaultParallelism):
         spark.dataSource.register(source)
