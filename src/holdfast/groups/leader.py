@@ -450,9 +450,9 @@ class Leader:
             return self._refuse(states)
         was = seat.stable
         good_for = self._count_on(seat, now)
+        kept = self._merge_carried(states.carried)
         if states.sent_at > seat.echo:
-            seat.echo, seat.good_for_seconds = states.sent_at, good_for
-        seat.kept = self._merge_carried(states.carried)
+            seat.echo, seat.good_for_seconds, seat.kept = states.sent_at, good_for, kept
         effects = self.lender.desk.on_states(seat, states, now)
         if self.lender.desk.returned(seat):
             self._save_by(now + self.settings.gather_seconds)

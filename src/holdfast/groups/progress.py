@@ -39,6 +39,10 @@ class Done:
         self.cursor = mark.cursor()
         self._layers = [(layer.of, {index: old.cursor() for index, old in layer.marks}) for layer in skip]
 
+    def plain_from(self, offset: int) -> bool:
+        """From here on every message is wanted: no slice, no layer, nothing acknowledged above."""
+        return self.of == 1 and not self._layers and self.cursor.top < offset
+
     def wants(self, offset: int, publisher: str) -> bool:
         """Is this message to be delivered under this loan?"""
         if slice_of(publisher, self.of) != self.index or self.cursor.is_acked(offset):
@@ -120,6 +124,11 @@ class StreamProgress:
         self.cursors = [Cursor(floor - 1) for _ in range(of)]
         for index, mark in old:
             self.merge(Piece(self.stream, index, len(old)), mark)
+        # What was cut like this before goes on where it was.
+        for layer in [layer for layer in self.layers if layer.of == of]:
+            for part, mark in layer.marks:
+                merged(self.cursors[part], mark)
+        self.layers = tuple(layer for layer in self.layers if layer.of != of)
         self._trim()
 
     def _trim(self) -> None:

@@ -78,7 +78,7 @@ class Truth:
         self.deliveries += 1
         if offset in self.acked.get(key, ()):
             self.repeats += 1
-            if self.exact and offset in self.owed[key]:
+            if self.exact and offset in self.owed.get(key, ()):
                 self.fail("acknowledged never again", f"{reading.where} is given {loan.piece} offset {offset}")
 
     def was_acked(self, loan: Loan, offset: int, *, owed: bool) -> None:

@@ -18,7 +18,7 @@ from holdfast.sim.faults import Faults, draw
 from holdfast.sim.hosts import SimNode
 from holdfast.sim.world import World
 
-WEATHER_SECONDS = 16.0
+WEATHER_SECONDS = 20.0
 HEAL_SECONDS_MAX = 60.0
 
 
@@ -70,7 +70,7 @@ class Workload:
         for person in self.people:
             world.after(rng.random() * 4, _Do(self), ("arrive", person))
         world.after(0.1, _Do(self), ("publish", None))
-        for _ in range(rng.randint(2, 9)):
+        for _ in range(rng.randint(3, 16)):
             what = rng.choice(_ACTIONS)
             world.at(rng.uniform(1.0, WEATHER_SECONDS), _Do(self), (what, None))
         self._schedule_faults()
@@ -196,7 +196,7 @@ class Workload:
 
     def do_publish(self, _: Person | None) -> None:
         rng, world = self.world.rng, self.world
-        if self.published < 60:
+        if self.published < 80:
             stream = rng.choice(world.log.open_streams())
             world.publish(stream, f"p{rng.randint(0, 7)}")
             self.published += 1

@@ -1,0 +1,277 @@
+"""Faults planted in the machines, one at a time: the simulator must find each.
+
+A fault that survives is a hole in the workload or in the checkers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from holdfast.effects import Save
+from holdfast.groups.agent import Agent
+from holdfast.groups.borrower import Borrower
+from holdfast.groups.election import Election
+from holdfast.groups.leader import Leader
+from holdfast.groups.lease import LeaseMember
+from holdfast.groups.lease_seat import LeaseDesk
+from holdfast.groups.lender import Lender
+from holdfast.groups.loans import LoanBook, LoanStatus
+from holdfast.groups.memories import Memories
+from holdfast.groups.progress import StreamProgress
+from holdfast.groups.record import GroupRecord
+from holdfast.groups.shelf import Shelf
+from holdfast.sim import run_seed
+
+SEEDS_MAX = 250
+
+Patch = pytest.MonkeyPatch
+MUTATIONS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutation(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTATIONS[plant.__name__] = plant
+    return plant
+
+
+def wrap(patch: Patch, cls: type, name: str, change: Callable[..., Any]) -> None:
+    """Replace a method by one that is given the original first."""
+    original = getattr(cls, name)
+    patch.setattr(cls, name, lambda self, *args, **kwargs: change(original, self, *args, **kwargs))
+
+
+@mutation
+def a_borrower_trusts_its_leader_for_ever(patch: Patch) -> None:
+    def change(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._trusted_until = inf
+
+    wrap(patch, Borrower, "_trust", change)
+
+
+@mutation
+def a_lease_member_trusts_its_leader_for_ever(patch: Patch) -> None:
+    def change(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._trusted_until = inf
+
+    wrap(patch, LeaseMember, "_trust", change)
+
+
+@mutation
+def a_leader_goes_on_after_its_lease(patch: Patch) -> None:
+    def change(original: Any, self: Any, asked_at: float) -> None:
+        original(self, asked_at)
+        self.trusted_until += 60
+
+    wrap(patch, Election, "_extend", change)
+
+
+@mutation
+def a_leader_gives_up_members_too_early(patch: Patch) -> None:
+    def change(original: Any, self: Any, seat: Any, now: float) -> float:
+        good_for = original(self, seat, now)
+        seat.until = self._expire_at = now + good_for * 0.6
+        return float(good_for)
+
+    wrap(patch, Leader, "_count_on", change)
+
+
+@mutation
+def a_broken_leader_is_followed_at_once(patch: Patch) -> None:
+    wrap(patch, Election, "resign", lambda original, self, *args, clean: original(self, *args, clean=True))
+
+
+@mutation
+def a_revoke_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
+    def change(original: Any, self: Any, revoke: Any, now: float) -> Any:
+        effects = original(self, revoke, now)
+        held = self.loans.get(revoke.piece)
+        if held and held.status.name == "REVOKING" and not held.drained:
+            effects += self._drained(held)
+        return effects
+
+    wrap(patch, Borrower, "_on_revoke", change)
+
+
+@mutation
+def a_lease_exchange_does_not_wait_for_what_is_taken_over(patch: Patch) -> None:
+    def change(original: Any, self: Any, seat: Any) -> bool:
+        return seat.lease_status.name == "UPDATING" and bool(seat.seen_new)
+
+    wrap(patch, LeaseDesk, "returned", change)
+
+
+@mutation
+def carried_progress_is_ignored(patch: Patch) -> None:
+    patch.setattr(Leader, "_merge_carried", lambda self, carried: True)
+
+
+@mutation
+def nothing_is_carried(patch: Patch) -> None:
+    patch.setattr(Memories, "carried", lambda self: ())
+
+
+@mutation
+def stored_progress_is_ignored(patch: Patch) -> None:
+    wrap(patch, Shelf, "load", lambda original, self, record, stored: original(self, record, ()))
+
+
+@mutation
+def nothing_is_saved(patch: Patch) -> None:
+    def change(original: Any, self: Any, now: float) -> Any:
+        return [replace(effect, progress=()) if isinstance(effect, Save) else effect for effect in original(self, now)]
+
+    wrap(patch, Leader, "_flush", change)
+
+
+@mutation
+def an_ended_loan_starts_again(patch: Patch) -> None:
+    def change(original: Any, self: Any, grant: Any, now: float) -> Any:
+        self._ended.clear()
+        self._oldest_loan = 0
+        return original(self, grant, now)
+
+    wrap(patch, Borrower, "_on_grant", change)
+
+
+@mutation
+def nothing_is_said_twice(patch: Patch) -> None:
+    def change(self: Any, now: float) -> list[Any]:
+        self.resend_at = inf
+        return []
+
+    patch.setattr(Lender, "resend", change)
+
+
+@mutation
+def the_first_member_gets_everything(patch: Patch) -> None:
+    def place(pieces: Any, held: Any, members: Any) -> Any:
+        return {piece: min(members) for piece in pieces} if members else {}
+
+    patch.setattr("holdfast.groups.lender.place", place)
+
+
+@mutation
+def generations_are_lent_all_at_once(patch: Patch) -> None:
+    wrap(patch, Shelf, "open_streams", lambda original, self, order: original(self, "parallel"))
+
+
+@mutation
+def dropped_streams_are_remembered(patch: Patch) -> None:
+    patch.setattr(Shelf, "sweep", lambda self, lent: None)
+
+
+@mutation
+def cutting_anew_forgets_the_layers(patch: Patch) -> None:
+    def change(original: Any, self: Any, of: int) -> None:
+        original(self, of)
+        self.layers = ()
+
+    wrap(patch, StreamProgress, "cut", change)
+
+
+@mutation
+def slices_are_taken_for_the_whole(patch: Patch) -> None:
+    def change(original: Any, self: Any, of: int) -> None:
+        if self.of > 1:
+            for cursor in self.cursors[1:]:
+                self.cursors[0].merge(cursor)
+            self.cursors = [self.cursors[0]]
+        original(self, of)
+
+    wrap(patch, StreamProgress, "cut", change)
+
+
+@mutation
+def a_seek_does_not_change_the_course(patch: Patch) -> None:
+    patch.setattr(GroupRecord, "course", property(lambda self: f"{self.born}.0"))
+
+
+@mutation
+def anybody_may_join_whatever_group_they_once_knew(patch: Patch) -> None:
+    def change(original: Any, self: Any, wanted: Any, now: float) -> Any:
+        object.__setattr__(wanted, "born", self.record.born)
+        return original(self, wanted, now)
+
+    wrap(patch, Leader, "_on_join", change)
+
+
+@mutation
+def an_older_incarnation_is_taken_for_dead(patch: Patch) -> None:
+    def change(original: Any, self: Any, wanted: Any, now: float) -> Any:
+        for member in [m for m in self.seats if m.session == wanted.member.session]:
+            self._unseat(member, now)
+        return original(self, wanted, now)
+
+    wrap(patch, Leader, "_admit", change)
+
+
+@mutation
+def a_leader_does_not_wait_for_progress(patch: Patch) -> None:
+    def change(original: Any, self: Any, loaded: Any, now: float) -> Any:
+        effects = original(self, loaded, now)
+        if self._settle_at < inf:
+            self._settle_at = now
+        return effects
+
+    wrap(patch, Leader, "_on_loaded", change)
+
+
+@mutation
+def lost_reports_are_not_repeated(patch: Patch) -> None:
+    def change(original: Any, self: Any, now: float) -> Any:
+        for held in self.loans.values():
+            held.confirmed = held.changes
+        return original(self, now)
+
+    wrap(patch, Borrower, "_ping", change)
+
+
+@mutation
+def a_stream_is_lent_while_it_is_called_back(patch: Patch) -> None:
+    def change(original: Any, self: Any, entry: Any, to: LoanStatus, now: float) -> None:
+        original(self, entry, to, now)
+        if to is LoanStatus.REVOKING:
+            original(self, entry, LoanStatus.ABSENT, now)
+
+    wrap(patch, LoanBook, "move", change)
+
+
+@mutation
+def a_new_life_brings_nothing_along(patch: Patch) -> None:
+    def change(original: Any, self: Any, now: float) -> Any:
+        successor = original(self, now)
+        successor.memories = Memories()
+        return successor
+
+    wrap(patch, Borrower, "successor", change)
+
+
+@mutation
+def a_confused_borrower_is_not_replaced(patch: Patch) -> None:
+    def change(original: Any, self: Any, number: int, event: Any, now: float) -> Any:
+        borrower = self.borrowers.get(number)
+        effects = original(self, number, event, now)
+        if borrower is not None and self.borrowers.get(number) is not borrower:
+            self.borrowers.pop(number, None)
+        return effects
+
+    wrap(patch, Agent, "_drive", change)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_simulator_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTATIONS[name](monkeypatch)
+    for seed in range(SEEDS_MAX):
+        if run_seed(seed).failure:
+            return
+    pytest.fail(f"{SEEDS_MAX} seeds did not notice that {name.replace('_', ' ')}")
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTATIONS) >= 10
