@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError, RequestError
 from holdfast.metadata import Delete, Metadata, Put
 from holdfast.model import Stream
 from holdfast.runtime.ingest import LOG
-from holdfast.sessions.session import Session, Subscription
+from holdfast.sessions.session import Session, Skipped, Subscription
 
 logger = logging.getLogger("holdfast.keeper")
 
@@ -165,6 +165,7 @@ class Keeper:
     def restore(self, record: SessionRecord, heads: dict[Stream, int]) -> Session:
         """A session from its record and its cursors (on the keeper's thread)."""
         session = Session(record.client_id, record.expiry_seconds, record.epoch)
+        session.parked = True
         for stored in record.subscriptions:
             subscription = Subscription(
                 stored.filter,
@@ -179,9 +180,8 @@ class Keeper:
         session.received = set(record.received)
         for packet_id, (place, offset, qos) in record.in_flight.items():
             session.in_flight[int(packet_id)] = (Stream.parse(place) if place else None, offset, qos)
-        session.generation = max((s.generation for sub in session.subscriptions.values() for s in sub.since), default=0)
+        session.generation = max((s.generation for s in heads), default=0)
         if not session.subscriptions:
-            session.generation = max((s.generation for s in heads), default=0)
             return session
         crashed = record.connected and not record.clean_stop
         for stream, head in heads.items():
@@ -193,12 +193,12 @@ class Keeper:
         starts: dict[str, int] = {}
         cursors: dict[str, Cursor] = {}
         for subscription in session.subscriptions.values():
-            since = subscription.since.get(stream, 0 if stream.generation > session.generation else head)
+            since = subscription.since.get(stream, 0)  # a stream it does not know is younger than itself
             name = subscription_name(session.client_id, subscription.filter)
             try:
                 cursor = self.cursors.load(cursor_key(LOG, stream, name))
             except RequestError as error:
-                cursor = self._unreadable(error, since, head)
+                cursor = self._unreadable(session, stream, error, since, head)
             starts[subscription.filter] = since if cursor is None else max(since, min(cursor.floor, head))
             if cursor is not None:
                 cursors[subscription.filter] = cursor
@@ -206,19 +206,24 @@ class Keeper:
         for name, start in starts.items():
             if start > at:
                 session.subscriptions[name].since[stream] = start
+        # Even if it has read everything: by the time the client is welcome, more may have been dispatched.
+        session.behind[stream] = at
         if at < head:
-            session.behind[stream] = at
-            least = min(starts, key=starts.__getitem__)
-            if least in cursors:
-                session.acked[stream] = cursors[least]
+            if cursors:
+                session.acked[stream] = cursors
             if crashed:
                 session.dup_below[stream] = head
 
-    def _unreadable(self, error: RequestError, since: int, head: int) -> Cursor | None:
+    def _unreadable(
+        self, session: Session, stream: Stream, error: RequestError, since: int, head: int
+    ) -> Cursor | None:
         if self._on_trimmed == "error":
             raise error
         logger.error("%s; going on from the %s message", error, self._on_trimmed)
-        return Cursor(head - 1) if self._on_trimmed == "latest" else None
+        if self._on_trimmed == "earliest":
+            return None
+        session.skipped.append(Skipped(str(stream), since, head, str(error), time.time()))
+        return Cursor(head - 1)
 
     # -- cursors -----------------------------------------------------------------------------------------
 

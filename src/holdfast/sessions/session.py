@@ -14,7 +14,7 @@ so that ten thousand up-to-date subscribers cost nothing while others publish.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,14 +102,15 @@ class Session:
         """Packet ids of QoS 2 publishes that are stored and not yet released."""
         self.behind: dict[Stream, int] = {}
         """Streams that are not live, and where to read on."""
-        self.acked: dict[Stream, Cursor] = {}
-        """What was acknowledged above `behind`, after a resume from the store: not to be sent again."""
+        self.acked: dict[Stream, dict[str, Cursor]] = {}
+        """What was acknowledged above `behind`, by filter, after a resume from the store: not to be sent again."""
         self.dup_below: dict[Stream, int] = {}
         """Messages below may have been sent before a crash: they go out marked as duplicates."""
         self.dirty: set[Stream] = set()
         self.skipped: list[Skipped] = []
         self.generation = 0
         """The newest generation this session knew when it was parked."""
+        self.parked = False
         self._ready: deque[list[Any]] = deque()
         self.ready_rows = 0
         self.ready_bytes = 0
@@ -132,6 +133,8 @@ class Session:
     def unsubscribe(self, filter_text: str) -> Subscription | None:
         gone = self.subscriptions.pop(filter_text, None)
         self._changed()
+        if gone is not None:
+            self._keep_ready(lambda rows, i: bool(self._route(rows.topics[i], rows.stream, rows.offsets[i])))
         return gone
 
     def _changed(self) -> None:
@@ -174,23 +177,34 @@ class Session:
             self.ready_rows += len(picks)
             self.ready_bytes += len(picks) * rows.weight
 
+    def _keep_ready(self, wanted: Callable[[Rows, int], bool]) -> None:
+        """Let go of the waiting rows that are not wanted."""
+        waiting, self._ready = self._ready, deque()
+        self.ready_rows = self.ready_bytes = 0
+        for rows, picks, at in waiting:
+            self.put_ready(rows, [i for i in picks[at:] if wanted(rows, i)])
+
     def pick(self, rows: Rows) -> Sequence[int]:
         """Which of the rows read from the log are still to be sent."""
-        stream = rows.stream
+        stream, offsets, only = rows.stream, rows.offsets, self._only
         assert stream is not None
-        cursor = self.acked.get(stream)
+        if not offsets:
+            return ()
+        cursors = self.acked.get(stream)
+        if cursors and offsets[0] > max(cursor.top for cursor in cursors.values()):
+            cursors = None
         flying = {offset for place, offset, _ in self.in_flight.values() if place == stream}
-        if cursor is None and not flying and not (len(self.subscriptions) > 1):
+        if not cursors and not flying and only is not None and offsets[0] >= only.since.get(stream, 0):
             return range(len(rows.topics))
         picks = []
-        for at, offset in enumerate(rows.offsets):
-            if offset in flying or (cursor is not None and cursor.is_acked(offset)):
+        for at, offset in enumerate(offsets):
+            if offset in flying:
                 continue
-            if self._only is None and not self._route(rows.topics[at], stream, offset):
-                continue
-            picks.append(at)
-        if cursor is not None and rows.offsets and rows.offsets[-1] > cursor.top:
-            del self.acked[stream]
+            meant = self._route(rows.topics[at], stream, offset)
+            if cursors:
+                meant = tuple(s for s in meant if s.filter not in cursors or not cursors[s.filter].is_acked(offset))
+            if meant:
+                picks.append(at)
         return picks
 
     def _route(self, topic: str, stream: Stream | None, offset: int) -> tuple[Subscription, ...]:
@@ -273,7 +287,7 @@ class Session:
             if v5:
                 tail = remaining_length(len(extra)) + extra if extra else b"\0"
                 length += len(tail)
-            if length + 5 > packet_max:
+            if length + 5 > packet_max and length + 1 + len(remaining_length(length)) > packet_max:
                 past += 1  # more than this client takes: it is told of nothing, as MQTT says
                 if stream is not None:
                     self.dirty.add(stream)
@@ -344,7 +358,7 @@ class Session:
 
     def acknowledge(self, packet_ids: Iterable[int]) -> int | None:
         """PUBACKs. The first id that was not under way as QoS 1, if its sender is confused; None: all is well."""
-        in_flight, dirty = self.in_flight, self.dirty
+        in_flight, dirty, behind = self.in_flight, self.dirty, self.behind
         for packet_id in packet_ids:
             entry = in_flight.get(packet_id)
             if entry is None:
@@ -355,7 +369,16 @@ class Session:
             place = entry[0]
             if place.__class__ is Stream:
                 dirty.add(place)
+                if behind:
+                    self._handled(place, entry[1])
         return None
+
+    def _handled(self, stream: Stream, offset: int) -> None:
+        """Acknowledged; should it come once more when the log is read, as after a resume, it is not sent again."""
+        if offset >= self.behind.get(stream, offset + 1):
+            cursors = self.acked.setdefault(stream, {})
+            for filter_text in self.subscriptions:
+                cursors.setdefault(filter_text, Cursor()).ack(offset)
 
     def received_by_client(self, packet_id: int) -> str:
         """PUBREC. `release`, `again` (released before), `unknown` or `wrong`."""
@@ -368,6 +391,7 @@ class Session:
             return "wrong"
         if isinstance(entry[0], Stream):
             self.dirty.add(entry[0])
+            self._handled(entry[0], entry[1])
         self.in_flight[packet_id] = (None, 0, RELEASED)
         return "release"
 
@@ -376,6 +400,7 @@ class Session:
         entry = self.in_flight.pop(packet_id, None)
         if entry is not None and isinstance(entry[0], Stream):
             self.dirty.add(entry[0])
+            self._handled(entry[0], entry[1])
 
     def complete(self, packet_id: int) -> bool:
         """PUBCOMP. False: it came out of turn."""
@@ -402,8 +427,12 @@ class Session:
     def park(self, heads: Mapping[Stream, int], sealed: Collection[Stream]) -> None:
         """The client went: whatever is ready stays in the log, and every stream has a position again.
 
-        A finalised stream that was read to its end is done with, and leaves nothing behind.
+        A finalised stream that was read to its end is done with, and leaves nothing behind. A session that is
+        away already stays as it is: what came since is not known to it.
         """
+        if self.parked:
+            return
+        self.parked = True
         positions = {stream: self.position(stream, heads) for stream in {*heads, *self.behind}}
         self.behind = {
             stream: at for stream, at in positions.items() if not (stream in sealed and at >= heads.get(stream, 0))
@@ -414,6 +443,7 @@ class Session:
 
     def unpark(self, heads: Mapping[Stream, int], now: float) -> None:
         """The client is back: streams with nothing new are live again, those that came meanwhile are behind."""
+        self.parked = False
         for stream, at in list(self.behind.items()):
             if stream not in heads:
                 del self.behind[stream]
@@ -431,14 +461,18 @@ class Session:
         return min(self.behind, key=lambda s: (s.generation, s.shard), default=None)
 
     def caught_up(self, stream: Stream, heads: Mapping[Stream, int]) -> bool:
-        """If the log has been read as far as the node has dispatched, the stream is live again."""
-        at = self.behind.get(stream)
+        """If the log has been read as far as the node has dispatched, the stream is live again.
+
+        What was read beyond that is put back: it will be offered like anything new.
+        """
+        at, head = self.behind.get(stream), heads.get(stream, 0)
         if at is None:
             return True
-        if at < heads.get(stream, 0):
+        if at < head:
             return False
         del self.behind[stream]
-        self.acked.pop(stream, None)
+        if at > head:
+            self._keep_ready(lambda rows, i: rows.stream != stream or rows.offsets[i] < head)
         return True
 
     def cursors(self, streams: Iterable[Stream], heads: Mapping[Stream, int]) -> dict[tuple[str, Stream], Cursor]:
@@ -450,11 +484,13 @@ class Session:
         found = {}
         for stream in streams:
             position = self.position(stream, heads)
-            known = self.acked.get(stream)
+            known = self.acked.get(stream, {})
+            if known and position > max(cursor.top for cursor in known.values()):
+                known = self.acked.pop(stream)  # said for the last time: from here on the position says it
             open_ = sorted(unacked.get(stream, ()))
             for subscription in self.subscriptions.values():
                 past = max(position, subscription.since.get(stream, 0))
-                cursor = known.copy() if known is not None else Cursor()
+                cursor = known[subscription.filter].copy() if subscription.filter in known else Cursor()
                 cursor.epoch = self.epoch
                 first = 0
                 for offset in open_:

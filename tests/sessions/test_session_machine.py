@@ -1,0 +1,312 @@
+"""A session through anything that can happen to it, against a log that is a list.
+
+Commits, reads of the log (which may see more than the node has dispatched), sends, acknowledgements in any
+order, connections that come and go, crashes of the node, subscriptions that come and go, generations that end.
+Restoring and saving are the node's own code, on a metadata store in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+from deliveries import NO_LIMIT, packets
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from holdfast.cursors import Cursor, cursor_key
+from holdfast.metadata import open_metadata
+from holdfast.model import Batch, Stream
+from holdfast.runtime.keeper import Keeper, SessionRecord, record_of, subscription_name
+from holdfast.sessions.session import RELEASED, Rows, Session, Subscription
+from holdfast.topics import match
+
+SHARDS = 2
+TOPICS = ["a/x", "a/y", "b/x"]
+FILTERS = ["a/#", "a/x", "+/x", "#"]
+Place = tuple[Stream, int]
+
+
+class SessionMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.metadata = open_metadata("memory:")
+        self.keeper = Keeper(self.metadata, "earliest")
+        self.log: dict[Stream, list[tuple[str, int]]] = {}
+        """Topic and QoS of every message."""
+        self.heads: dict[Stream, int] = {}
+        """How far the node has dispatched."""
+        self.generation = 0
+        self.session: Session | None = None
+        self.record: SessionRecord | None = None
+        self.connected = False
+        self.starts: dict[str, dict[Stream, int]] = {}
+        """By filter: where the subscription began; at 0 in streams that came later."""
+        self.acked: set[Place] = set()
+        """Acknowledged, as far as the node can know: since a crash, only what was saved before."""
+        self.ever_acked: set[Place] = set()
+        self.flushed: set[Place] = set()
+        self.last_sent: dict[Stream, int] = {}
+        """In this connection."""
+        self.stored: dict[tuple[str, Stream], Cursor] = {}
+
+    def teardown(self) -> None:
+        try:
+            self.settle()
+        finally:
+            self.keeper.close()
+            self.metadata.close()
+            self.loop.close()
+
+    @initialize()
+    def begin(self) -> None:
+        self.seal()
+        self.heads = dict.fromkeys(self.log, 0)
+
+    # -- the log ------------------------------------------------------------------------------------------
+
+    @rule()
+    def seal(self) -> None:
+        if self.generation < 4:
+            self.generation += 1
+            self.log |= {Stream("messages", shard, self.generation): [] for shard in range(SHARDS)}
+
+    @rule(
+        shard=st.integers(0, SHARDS - 1),
+        messages=st.lists(st.tuples(st.sampled_from(TOPICS), st.integers(0, 2)), min_size=1, max_size=5),
+        dispatched=st.booleans(),
+        room=st.booleans(),
+    )
+    def append(self, shard: int, messages: list[tuple[str, int]], dispatched: bool, room: bool) -> None:
+        """By this node, which dispatches at once, or by another process."""
+        stream = Stream("messages", shard, self.generation)
+        self.log[stream] += messages
+        if dispatched:
+            self.dispatch(stream, room)
+
+    @rule(data=st.data(), room=st.booleans())
+    def follow(self, data: st.DataObject, room: bool) -> None:
+        self.dispatch(data.draw(st.sampled_from(sorted(self.log))), room)
+
+    def dispatch(self, stream: Stream, room: bool = True) -> None:
+        first, past = self.heads.setdefault(stream, 0), len(self.log[stream])
+        self.heads[stream] = past
+        session = self.session
+        if first < past and self.connected and session is not None and session.wanted is not None:
+            block = self.rows(stream, range(first, past))
+            picks = [at for at, topic in enumerate(block.topics) if session.wanted.matches(topic)]
+            if picks:
+                session.offer(block, picks, NO_LIMIT if room else 1)
+
+    def rows(self, stream: Stream, offsets: Any) -> Rows:
+        found = [self.log[stream][offset] for offset in offsets]
+        texts = [f"{stream} {offset}".encode() for offset in offsets]
+        return Rows(stream, list(offsets), Batch([t for t, _ in found], texts, "p", [q for _, q in found]), 0)
+
+    @property
+    def sealed(self) -> set[Stream]:
+        """Finalised, and dispatched to the end."""
+        return {s for s in self.heads if s.generation < self.generation and self.heads[s] == len(self.log[s])}
+
+    # -- the connection -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.connected)
+    @rule(meanwhile=st.booleans(), fails=st.booleans())
+    def connect(self, meanwhile: bool, fails: bool) -> None:
+        session = self.session
+        if session is None and self.record is not None:
+            session = self.keeper.restore(self.record, dict(self.heads))
+        if session is None:
+            session = Session("me", 100, epoch=0)
+            session.generation = max(s.generation for s in self.heads)
+        session.epoch += 1
+        self.session = session
+        self.save_record(connected=True)
+        if meanwhile:  # others publish while the session is being fetched
+            for stream in self.log:
+                self.dispatch(stream)
+        if fails:  # gone before it was welcomed
+            session.park(self.heads, self.sealed)
+            return
+        session.unpark(self.heads, 0.0)
+        self.connected, self.last_sent = True, {}
+
+    @precondition(lambda self: self.connected)
+    @rule(saved=st.booleans())
+    def disconnect(self, saved: bool) -> None:
+        assert self.session is not None
+        self.connected = False
+        self.session.park(self.heads, self.sealed)
+        self.session.dirty.update(self.session.behind)
+        if saved:
+            self.flush()
+            self.save_record(connected=False)
+
+    @rule()
+    def crash(self) -> None:
+        """The node is killed, and started again."""
+        self.session, self.connected = None, False
+        self.acked = set(self.flushed)
+        self.keeper.close()
+        self.keeper = Keeper(self.metadata, "earliest")
+        self.heads = {stream: len(messages) for stream, messages in self.log.items()}
+
+    def save_record(self, connected: bool) -> None:
+        assert self.session is not None
+        self.record = record_of(self.session, connected=connected, now=0.0)
+
+    # -- subscriptions ------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.connected)
+    @rule(filter_text=st.sampled_from(FILTERS), qos=st.integers(0, 2))
+    def subscribe(self, filter_text: str, qos: int) -> None:
+        assert self.session is not None
+        subscription = Subscription(filter_text, qos)
+        if filter_text not in self.starts:
+            subscription.since = dict(self.heads)
+            self.starts[filter_text] = dict(self.heads)
+            if not self.session.subscriptions:
+                self.session.behind.clear()
+        self.session.subscribe(subscription)
+        self.save_record(connected=True)
+
+    @precondition(lambda self: self.connected and self.starts)
+    @rule(data=st.data())
+    def unsubscribe(self, data: st.DataObject) -> None:
+        assert self.session is not None
+        filter_text = data.draw(st.sampled_from(sorted(self.starts)))
+        self.session.unsubscribe(filter_text)
+        del self.starts[filter_text]
+        self.loop.run_until_complete(self.keeper.delete_cursors("me", [filter_text], self.heads))
+        self.stored = {at: cursor for at, cursor in self.stored.items() if at[0] != filter_text}
+        self.save_record(connected=True)
+
+    # -- the data path ------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.connected and self.session.behind and self.session.wanted)
+    @rule(limit=st.integers(1, 4))
+    def read(self, limit: int) -> None:
+        session = self.session
+        assert session is not None and session.wanted is not None
+        stream = session.next_to_read()
+        assert stream is not None
+        at, messages = session.behind[stream], self.log[stream]
+        found = [o for o in range(at, len(messages)) if session.wanted.matches(messages[o][0])]
+        past = found[limit - 1] + 1 if len(found) >= limit else len(messages)
+        block = self.rows(stream, found[:limit])
+        session.put_ready(block, session.pick(block))
+        session.behind[stream] = past
+        session.caught_up(stream, self.heads)
+        session.dirty.add(stream)
+
+    @precondition(lambda self: self.connected)
+    @rule(room=st.integers(1, 6))
+    def send(self, room: int) -> None:
+        assert self.session is not None
+        out: list[bytes] = []
+        self.session.take(out, room, NO_LIMIT, 5, NO_LIMIT, 0.0)
+        for packet in packets(b"".join(out)):
+            name, offset = packet.payload.decode().split(" ")
+            place = (Stream.parse(name), int(offset))
+            self.check_delivery(place, packet.topic)
+            if packet.qos == 0:
+                self.took(place)
+
+    def check_delivery(self, place: Place, topic: str) -> None:
+        stream, offset = place
+        assert offset > self.last_sent.get(stream, -1), f"{place} out of order"
+        self.last_sent[stream] = offset
+        assert self.wanted(topic, place), f"{place} is before any subscription that matches it"
+        assert place not in self.acked, f"{place} was acknowledged"
+
+    def wanted(self, topic: str, place: Place) -> bool:
+        return any(match(text, topic) and at.get(place[0], 0) <= place[1] for text, at in self.starts.items())
+
+    @precondition(lambda self: self.connected and self.session.in_flight)
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        assert self.session is not None
+        under_way = sorted(self.session.in_flight)
+        for packet_id in data.draw(st.lists(st.sampled_from(under_way), unique=True, min_size=1)):
+            self.answer(packet_id)
+
+    def answer(self, packet_id: int) -> None:
+        session = self.session
+        assert session is not None
+        place, offset, qos = session.in_flight[packet_id]
+        if qos == RELEASED:
+            assert session.complete(packet_id)
+            return
+        if qos == 2:
+            assert session.received_by_client(packet_id) == "release"
+        else:
+            assert session.acknowledge([packet_id]) is None
+        self.took((place, offset))
+
+    def took(self, place: Place) -> None:
+        self.acked.add(place)
+        self.ever_acked.add(place)
+
+    @precondition(lambda self: self.session is not None)
+    @rule()
+    def flush(self) -> None:
+        assert self.session is not None
+        dirty = set(self.session.dirty)
+        self.loop.run_until_complete(self.keeper.flush([self.session], self.heads))
+        assert not self.session.dirty
+        self.flushed = set(self.acked)
+        for filter_text in self.starts:
+            for stream in dirty & self.heads.keys():
+                self.check_stored(filter_text, stream)
+
+    def check_stored(self, filter_text: str, stream: Stream) -> None:
+        entry = self.metadata.get(cursor_key("messages", stream, subscription_name("me", filter_text)))
+        assert entry is not None
+        cursor = Cursor.from_json(entry.value)
+        before = self.stored.get((filter_text, stream))
+        assert before is None or cursor.covers(before), f"{filter_text} {stream}: {before} became {cursor}"
+        self.stored[filter_text, stream] = cursor
+        for offset, (topic, _) in enumerate(self.log[stream]):
+            if offset >= self.starts[filter_text].get(stream, 0) and match(filter_text, topic):
+                passed = cursor.is_acked(offset) and (stream, offset) not in self.ever_acked
+                assert not passed, f"{filter_text} {cursor} passes {stream} {offset}"
+
+    @invariant()
+    def counts_agree(self) -> None:
+        session = self.session
+        if session is not None:
+            assert session.ready_rows == sum(len(item[1]) - item[2] for item in session._ready)
+            assert (session.ready_bytes == 0) == (session.ready_rows == 0)
+            taken = [(s, o) for s, o, _ in session.in_flight.values() if isinstance(s, Stream)]
+            assert len(set(taken)) == len(taken), "one message under two packet ids"
+
+    @rule()
+    def settle(self) -> None:
+        """Given a client that reads and acknowledges, everything comes, whatever happened before."""
+        if not self.connected:
+            self.connect(meanwhile=False, fails=False)
+        session = self.session
+        assert session is not None
+        for stream in self.log:
+            self.dispatch(stream)
+        while session.ready_rows or session.in_flight or (session.behind and session.wanted):
+            if session.behind and session.wanted:
+                self.read(limit=3)
+            self.send(room=6)
+            for packet_id in list(session.in_flight):
+                self.answer(packet_id)
+        missing = defaultdict(list)
+        for stream, messages in self.log.items():
+            for offset, (topic, _) in enumerate(messages):
+                if self.wanted(topic, (stream, offset)) and (stream, offset) not in self.ever_acked:
+                    missing[stream].append(offset)
+        assert not missing, f"never delivered: {dict(missing)}"
+
+
+SessionMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestSession = SessionMachine.TestCase
