@@ -157,7 +157,7 @@ def _drive(console: Console, node: NodeProcess, data: Path, kills: int) -> int:
     console.print(f"{VEHICLES} vehicles publish to it (QoS 1), one durable subscriber listens to {FILTER}.\n")
     for number in range(1, kills + 1):
         _wait(lambda n=number: all(len(v.acknowledged) > 150 * n for v in vehicles))
-        time.sleep(random.uniform(0.0, 0.3))  # any moment will do: that is the point
+        time.sleep(random.uniform(1.0, 2.0))  # any moment will do: that is the point
         node.kill()
         console.print(f"  kill -9 number {number}; {sum(len(v.acknowledged) for v in vehicles):,} acknowledged so far")
         node.restart()

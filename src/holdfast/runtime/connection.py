@@ -25,7 +25,9 @@ from holdfast.sessions.session import NEVER, RELEASED, Rows, Session
 
 if TYPE_CHECKING:
     from holdfast.auth.identity import Identity
+    from holdfast.runtime.groups import Membership
     from holdfast.runtime.node import Node
+    from holdfast.sessions.shared import LoanFeed
 
 logger = logging.getLogger("holdfast.connection")
 
@@ -33,13 +35,22 @@ LINGER_SECONDS = 2.0
 WRITE_BYTES = 256 << 10
 """How much is handed to the socket at once; more waits until it has gone out."""
 
+LONG_WAY_BYTES = 256 << 10
+"""Publishes that the fast path left wait for a commit after this much of one connection."""
+
+PACKETS_PER_TURN = 256
+"""Packets, other than plain publishes and acks, that one connection may have before the others get their turn."""
+
+NAME_BYTES_MAX = 512
+"""Longer topics are not remembered: a few thousand of the longest would fill the memory."""
+
 NO_LIMIT = 1 << 30
 
 
 class Connection(asyncio.Protocol):
     def __init__(self, node: Node, secure: bool = False):
         self.node = node
-        self._secure = secure
+        self.secure = secure
         self.transport: Any = None
         self.state: str = "new"
         self.version = 0
@@ -53,11 +64,19 @@ class Connection(asyncio.Protocol):
         """QoS 1 and 2 publishes of the client that we have not answered yet."""
         self.reading = False
         """A reader is fetching rows for this session."""
+        self.membership: Membership | None = None
+        self.slow_loans: dict[LoanFeed, None] = {}
+        """Loans that are behind and wait for room."""
         self._buffer = b""
         self._held = 0
         """Reasons not to parse on just now."""
         self._blocked = False
         """The socket's buffer is full."""
+        self._unread = False
+        """The client does not read our answers: it is not read from either."""
+        self._eof = False
+        """The client has closed its sending side while what it sent before was still waiting here."""
+        self._long_way_bytes = 0
         self._window = 65_535
         self._packet_max = NO_LIMIT
         self._explain = True
@@ -113,13 +132,20 @@ class Connection(asyncio.Protocol):
             self.close(Reason.UNSPECIFIED_ERROR)
 
     def eof_received(self) -> bool:
-        return False
+        """The client will send no more. What it has sent still counts: above all a DISCONNECT."""
+        self._eof = bool(self._held and self._buffer) and not self.closed and not self.secure
+        if not self._eof:
+            self._make_it_go()
+        return self._eof
 
     def pause_writing(self) -> None:
         self._blocked = True
 
     def resume_writing(self) -> None:
         self._blocked = False
+        if self._unread:
+            self._unread = False
+            self.go_on()
         self.pump()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -129,13 +155,24 @@ class Connection(asyncio.Protocol):
         self.node.gone(self)
 
     def send(self, data: bytes) -> None:
-        if not self.closed:
-            self.transport.write(data)
+        if self.closed:
+            return
+        self.transport.write(data)
+        self.mind_unread()
+
+    def mind_unread(self) -> None:
+        """Something was answered: if the client leaves too many answers unread, it is asked nothing more."""
+        if self._unread or not self._blocked or self.closed:
+            return
+        if self.transport.get_write_buffer_size() > self.node.settings.limits.pending_bytes_max:
+            self._unread = True
+            self.hold()
+            self.transport.pause_reading()
 
     # -- reading -----------------------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> None:
-        at, end = 0, len(data)
+        at, end, packets = 0, len(data), 0
         size_max = self.node.settings.limits.packet_bytes_max
         while at < end:
             if self.state == "open":
@@ -147,6 +184,9 @@ class Connection(asyncio.Protocol):
                     self._published(inbox)
             if at >= end or self.closed:
                 break
+            if packets >= PACKETS_PER_TURN:
+                self.hold()
+                asyncio.get_running_loop().call_soon(self.go_on)
             if self._waits():
                 self._buffer = data[at:]
                 self._slow_down()
@@ -159,6 +199,7 @@ class Connection(asyncio.Protocol):
             self._faulty = (first, data[start:stop])
             self._packet(first, data[start:stop])
             at = stop
+            packets += 1
 
     _faulty: tuple[int, bytes] = (0, b"")
 
@@ -181,10 +222,14 @@ class Connection(asyncio.Protocol):
         self._held = max(0, self._held - 1)
         if self._held or self.closed:
             return
-        self.transport.resume_reading()
+        if not self._eof:
+            self.transport.resume_reading()
         if self._buffer:
             data, self._buffer = self._buffer, b""
             self.data_received(data)
+        if self._eof and not self._held and not self.closed:
+            self.transport.close()
+            self._make_it_go()
 
     def _slow_down(self) -> None:
         """Held, and more than a little has come: let the client wait in its own buffers."""
@@ -208,9 +253,10 @@ class Connection(asyncio.Protocol):
             topic = topic_name(raw)
             if not self._allowed(topic):
                 return None
-            if len(self._names) > 200_000:
-                self._names.clear()
-            self._names[raw] = topic
+            if len(raw) <= NAME_BYTES_MAX:
+                if len(self._names) > 200_000:
+                    self._names.clear()
+                self._names[raw] = topic
         if alias:
             self._aliases[alias] = topic
         return topic
@@ -258,6 +304,9 @@ class Connection(asyncio.Protocol):
         session = self.session
         if session is None or self._blocked or self.state != "open":
             return
+        if self.membership is not None:
+            # A process that stood still must know the time before it sends what was lent to it.
+            self.membership.driver.clock()
         if session.ready_rows:
             out: list[bytes] = []
             session.take(out, self._window, WRITE_BYTES, self.version, self._packet_max, time.time())
@@ -265,8 +314,15 @@ class Connection(asyncio.Protocol):
                 self.transport.write(b"".join(out))
                 if session.ready_rows and not self._blocked and len(session.in_flight) < self._window:
                     asyncio.get_running_loop().call_soon(self.pump)
-        if session.behind and not self.reading and session.ready_rows < 1024:
-            self.node.dispatcher.feed(self)
+        if session.touched:
+            self.node.groups.report(self)
+        if session.ready_bytes < self.node.settings.limits.pending_bytes_max:
+            if session.behind and not self.reading:
+                self.node.dispatcher.feed(self)
+            if self.slow_loans and session.ready_rows < 1024:
+                slow, self.slow_loans = self.slow_loans, {}
+                for feed in slow:
+                    self.node.dispatcher.feed_loan(feed, self)
 
     def store_failed(self) -> None:
         """Publishes of this connection could not be stored: it must send them again."""
@@ -389,6 +445,7 @@ class Connection(asyncio.Protocol):
         if not topic:
             raise PeerError("a PUBLISH without topic or alias", Reason.PROTOCOL_ERROR)
         qos, packet_id = packet.qos, packet.packet_id
+        self._hold_back(len(topic) + len(packet.payload) + len(packet.properties))
         if not self._allowed(topic):
             self._denied(qos, packet_id)
             return
@@ -409,6 +466,15 @@ class Connection(asyncio.Protocol):
             done = None
         extra = packet.properties or None
         ingest.publish_one(session.client_id, topic, packet.payload, flags, extra, done)
+
+    def _hold_back(self, size: int) -> None:
+        """A client that sends faster than the log takes waits for what it sent; the fast path has its own way."""
+        self._long_way_bytes += size + 64
+        if self._long_way_bytes > LONG_WAY_BYTES:
+            self._long_way_bytes = 0
+            self.hold()
+            self.transport.pause_reading()
+            self.node.ingest.in_turn(lambda _: self.go_on())
 
     def _denied(self, qos: int, packet_id: int) -> None:
         """Not allowed: MQTT 5 has a word for it; in MQTT 3 it is acknowledged and goes nowhere."""
@@ -525,13 +591,17 @@ class Connection(asyncio.Protocol):
         self.state = "closing"
         self._buffer = b""
         self.node.leave(self)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        if not self._eof:
             self.transport.resume_reading()
-            # The client reads our last word and goes; if it does not, it is made to.
-            asyncio.get_running_loop().call_later(LINGER_SECONDS, self.transport.abort)
+        if self.transport.can_write_eof() and not self._eof:
+            self.transport.write_eof()
         else:
             self.transport.close()
+        self._make_it_go()
+
+    def _make_it_go(self) -> None:
+        """The client reads our last word and goes; if it does not, it is made to."""
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self.transport.abort)
 
 
 def effective_expiry(packet: p.Connect) -> int:

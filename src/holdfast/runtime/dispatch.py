@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from holdfast.sessions.session import Rows, Session, Skipped
 
 if TYPE_CHECKING:
     from holdfast.runtime.connection import Connection
+    from holdfast.sessions.shared import LoanFeed
 
 logger = logging.getLogger("holdfast.dispatch")
 
@@ -41,6 +42,11 @@ class Dispatcher:
         """Connected sessions by filter: what a commit is matched against."""
         self.away: Trie[str] = Trie()
         """Filters of durable sessions that are not connected: only to tell publishers that somebody listens."""
+        self.shared: Trie[str] = Trie()
+        """Filters of the loans that are being read here."""
+        self._feeds: dict[Stream, dict[str, list[tuple[LoanFeed, Connection]]]] = {}
+        self._filters: Counter[str] = Counter()
+        self.on_streams_changed: Callable[[], None] = lambda: None
         self.heads: dict[Stream, int] = {}
         self.sealed: set[Stream] = set()
         self._early: dict[Stream, dict[int, Rows]] = {}
@@ -75,6 +81,7 @@ class Dispatcher:
             if head is None:
                 head = self.heads[stream] = 0
                 self.note_sealed()
+                self.on_streams_changed()
             if placed.base == head:
                 heard |= self._dispatch(rows)
                 self._dispatch_early(stream)
@@ -109,9 +116,12 @@ class Dispatcher:
         assert stream is not None
         self._on_rows(rows)
         distinct = set(topics)
+        past = rows.offsets[-1] + 1
+        if self._feeds and (feeds := self._feeds.get(stream)):
+            self._offer_loans(rows, distinct, feeds, past)
         match = self.live.match
         hits = {topic: found for topic in distinct if (found := match(topic))}
-        self.heads[stream] = rows.offsets[-1] + 1
+        self.heads[stream] = past
         if not hits:
             return set()
         first = next(iter(hits.values()))
@@ -139,6 +149,113 @@ class Dispatcher:
         elif not connection.reading:
             self.feed(connection)
 
+    # -- loans of shared groups ---------------------------------------------------------------------------
+
+    def add_feed(self, feed: LoanFeed, connection: Connection) -> None:
+        """A loan begins: read from the log until it has caught up, then from commits."""
+        if not self._filters[feed.filter]:
+            self.shared.add(feed.filter, feed.filter)
+        self._filters[feed.filter] += 1
+        self._feeds.setdefault(feed.stream, {}).setdefault(feed.filter, []).append((feed, connection))
+        self._settle(feed)
+        if not feed.live:
+            self.feed_loan(feed, connection)
+
+    def remove_feed(self, feed: LoanFeed) -> None:
+        by_filter = self._feeds.get(feed.stream, {})
+        kept = [pair for pair in by_filter.get(feed.filter, ()) if pair[0] is not feed]
+        if len(kept) == len(by_filter.get(feed.filter, ())):
+            return
+        if kept:
+            by_filter[feed.filter] = kept
+        else:
+            del by_filter[feed.filter]
+            if not by_filter:
+                del self._feeds[feed.stream]
+        self._filters[feed.filter] -= 1
+        if not self._filters[feed.filter]:
+            del self._filters[feed.filter]
+            self.shared.remove(feed.filter, feed.filter)
+
+    def _settle(self, feed: LoanFeed) -> None:
+        feed.live = feed.next_offset >= self.heads.get(feed.stream, 0)
+
+    def _offer_loans(
+        self, rows: Rows, distinct: set[str], feeds: dict[str, list[tuple[LoanFeed, Connection]]], past: int
+    ) -> None:
+        meant: dict[str, set[str]] = {}
+        for topic in distinct:
+            for filter_text in self.shared.match(topic):
+                if filter_text in feeds:
+                    meant.setdefault(filter_text, set()).add(topic)
+        for filter_text, topics in meant.items():
+            whole = len(topics) == len(distinct)
+            picks = range(len(rows.topics)) if whole else [i for i, t in enumerate(rows.topics) if t in topics]
+            for feed, connection in list(feeds[filter_text]):
+                if feed.live and not feed.stopped:
+                    self._offer_loan(feed, connection, rows, picks, past)
+
+    def _offer_loan(self, feed: LoanFeed, connection: Connection, rows: Rows, picks: Sequence[int], past: int) -> None:
+        session = connection.session
+        if session is None:
+            return
+        if session.ready_rows and session.ready_bytes > self._pending_bytes_max:
+            feed.live = False  # what comes now is read from the log when there is room
+            connection.slow_loans[feed] = None
+            return
+        session.put_ready(rows, feed.choose(rows, picks, past), feed)
+        connection.pump()
+
+    def feed_loan(self, feed: LoanFeed, connection: Connection) -> None:
+        """Read on for a loan that is behind."""
+        if feed.reading or feed.stopped or feed.live or connection.closed:
+            return
+        feed.reading = True
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._pool, self._read_loan, feed)
+        reading.add_done_callback(lambda done: self._loan_fed(feed, connection, done))
+
+    def _read_loan(self, feed: LoanFeed) -> tuple[int, int, list[Rows]]:
+        """On a reader's thread."""
+        at = feed.next_offset
+        try:
+            reading = self._log.read(
+                feed.stream,
+                at,
+                topics=feed.wanted,
+                rows_max=READ_ROWS,
+                bytes_max=self._pending_bytes_max,
+                on_corrupt="skip",
+            )
+        except UnknownStream:
+            return at, -1, []  # dropped: the leader will hear of it and take the loan back
+        for skip in reading.skipped:
+            logger.error("group loan %s: offsets %d..%d: %s", feed.loan, skip.first, skip.past - 1, skip.reason)
+        return at, reading.next_offset, [rows_of(chunk) for chunk in reading.chunks]
+
+    def _loan_fed(
+        self, feed: LoanFeed, connection: Connection, done: asyncio.Future[tuple[int, int, list[Rows]]]
+    ) -> None:
+        feed.reading = False
+        session = connection.session
+        if done.cancelled() or feed.stopped or session is None:
+            return
+        try:
+            at, past, found = done.result()
+        except HoldfastError as error:
+            logger.warning("cannot read for %s: %s", feed.loan, error)
+            asyncio.get_running_loop().call_later(0.5, self.feed_loan, feed, connection)
+            return
+        if past < 0 or at != feed.next_offset:
+            return
+        for rows in found:
+            session.put_ready(rows, feed.choose(rows, range(len(rows.topics)), rows.offsets[-1] + 1), feed)
+        feed.catch_up(past)
+        self._settle(feed)
+        connection.pump()
+        if not feed.live:
+            connection.slow_loans[feed] = None
+
     # -- from other processes' commits -------------------------------------------------------------------
 
     def hint(self) -> None:
@@ -154,6 +271,7 @@ class Dispatcher:
             try:
                 heads = await loop.run_in_executor(self._pool, self._log.heads, LOG)
                 kept = {head.stream for head in heads}
+                changed = kept != self.heads.keys()
                 for stream in [s for s in self.heads if s not in kept]:
                     del self.heads[stream]  # dropped by retention
                     self.sealed.discard(stream)
@@ -162,6 +280,8 @@ class Dispatcher:
                         self.sealed.add(head.stream)
                     self.heads.setdefault(head.stream, 0)
                     await self._catch_up_with(head.stream, head.next_offset)
+                if changed:
+                    self.on_streams_changed()
             except HoldfastError as error:
                 logger.warning("cannot follow the log: %s", error)
                 await asyncio.sleep(0.5)

@@ -14,6 +14,7 @@ import msgspec
 from holdfast.cursors.cursor import Cursor, cursor_key
 from holdfast.cursors.flush import CursorStore
 from holdfast.errors import HoldfastError, RequestError
+from holdfast.groups.shares import is_shared
 from holdfast.metadata import Delete, Metadata, Put
 from holdfast.model import Stream
 from holdfast.runtime.ingest import LOG
@@ -33,6 +34,7 @@ class SubscriptionRecord(msgspec.Struct):
     retain_handling: int = 0
     identifier: int = 0
     since: dict[str, int] = {}
+    born: str = ""
 
 
 class SessionRecord(msgspec.Struct):
@@ -81,8 +83,9 @@ def record_of(session: Session, connected: bool, now: float, clean_stop: bool = 
                 retain_handling=s.retain_handling,
                 identifier=s.identifier,
                 since={str(stream): at for stream, at in s.since.items()},
+                born=s.born,
             )
-            for s in session.subscriptions.values()
+            for s in (*session.subscriptions.values(), *session.shared.values())
         ],
         in_flight=in_flight,
         received=[] if connected else sorted(session.received),
@@ -174,9 +177,13 @@ class Keeper:
                 stored.retain_as_published,
                 stored.retain_handling,
                 stored.identifier,
+                stored.born,
                 {Stream.parse(name): at for name, at in stored.since.items()},
             )
-            session.subscribe(subscription)
+            if is_shared(stored.filter):
+                session.shared[stored.filter] = subscription
+            else:
+                session.subscribe(subscription)
         session.received = set(record.received)
         for packet_id, (place, offset, qos) in record.in_flight.items():
             session.in_flight[int(packet_id)] = (Stream.parse(place) if place else None, offset, qos)

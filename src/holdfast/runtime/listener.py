@@ -16,7 +16,7 @@ from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
 from holdfast.errors import RequestError
-from holdfast.runtime.connection import Connection
+from holdfast.runtime.connection import LINGER_SECONDS, Connection
 from holdfast.settings import MqttSettings, address
 
 if TYPE_CHECKING:
@@ -64,13 +64,21 @@ async def listen(node: Node) -> list[asyncio.Server]:
             connection = Connection(node, secure=tls is not None)
             return WebSocket(connection) if wrapped else connection
 
-        more: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": wait} if tls else {}
+        more: dict[str, Any] = {}
+        if tls:
+            more = {"ssl": tls, "ssl_handshake_timeout": wait, "ssl_shutdown_timeout": LINGER_SECONDS}
         try:
             servers.append(await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True, **more))
         except OSError as error:
             raise RequestError(f"cannot listen on {where} ({name}): {error.strerror or error}") from error
         logger.info("listening on %s (%s)", where, name)
     return servers
+
+
+TURN_SECONDS = 0.01
+"""How long one WebSocket's frames may take before the other connections get their turn."""
+
+PIECE_BYTES = 8 << 10
 
 
 class WebSocket(asyncio.Protocol):
@@ -83,6 +91,14 @@ class WebSocket(asyncio.Protocol):
         self._socket: Any = None
         self._open = False
         self._parts: list[bytes] = []
+        self._waiting = bytearray()
+        """What came and was not unwrapped yet."""
+        self._paused = False
+        """The connection wants nothing further for now."""
+        self._eof = False
+        """The client has closed its sending side."""
+        self._lost = False
+        self._lingers = False
 
     # what the socket calls
 
@@ -91,8 +107,32 @@ class WebSocket(asyncio.Protocol):
         self._inner.connection_made(self)
 
     def data_received(self, data: bytes) -> None:
-        self._wire.receive_data(data)
-        self._events()
+        first = not self._waiting
+        self._waiting += data
+        if first:
+            self._unwrap()
+
+    def _unwrap(self) -> None:
+        """Frames can be tiny, and each costs something: after a while it is the others' turn."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TURN_SECONDS
+        if self._lost:
+            return
+        while self._waiting and not self._paused:
+            piece = bytes(self._waiting[:PIECE_BYTES])
+            del self._waiting[:PIECE_BYTES]
+            self._wire.receive_data(piece)
+            self._events()
+            if self._waiting and loop.time() > until:
+                self._socket.pause_reading()
+                loop.call_soon(self._unwrap)
+                return
+        if self._paused:
+            return
+        if not self._eof:
+            self._socket.resume_reading()
+        elif not self._hear_out():
+            self._socket.close()
 
     def _events(self) -> None:
         for event in self._wire.events_received():
@@ -107,7 +147,11 @@ class WebSocket(asyncio.Protocol):
                     self._inner.data_received(whole)
             elif event.opcode is Opcode.TEXT:
                 self._wire.fail(CloseCode.UNSUPPORTED_DATA, "MQTT is sent in binary frames")
+                break
         self._flush()
+        self._inner.mind_unread()
+        if self._open and self._wire.state is not State.OPEN:
+            self._linger()
 
     def _handshake(self, request: Request) -> None:
         response: Response
@@ -123,16 +167,27 @@ class WebSocket(asyncio.Protocol):
         for data in self._wire.data_to_send():
             if data:
                 self._socket.write(data)
-            else:  # the library's word for: close the sending side
-                if self._socket.can_write_eof():
-                    self._socket.write_eof()
-        if self._wire.close_expected() and self._wire.state is State.CLOSED:
-            self._socket.close()
+            elif self._socket.can_write_eof():  # the library's word for: close the sending side
+                self._socket.write_eof()
+
+    def _linger(self) -> None:
+        """It is over; the client has a moment to read why and to go, and is then made to."""
+        if not self._lingers:
+            self._lingers = True
+            asyncio.get_running_loop().call_later(LINGER_SECONDS, self._socket.abort)
 
     def eof_received(self) -> bool:
-        self._wire.receive_eof()
-        self._flush()
-        return False
+        self._eof = True
+        if self._waiting and not self._inner.secure:
+            return True
+        return self._hear_out()
+
+    def _hear_out(self) -> bool:
+        """The client sends no more, and all it sent was unwrapped: does the connection still have to do with it?"""
+        if self._wire.state is not State.CLOSED:
+            self._wire.receive_eof()
+            self._flush()
+        return self._inner.eof_received()
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
@@ -141,6 +196,8 @@ class WebSocket(asyncio.Protocol):
         self._inner.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        self._waiting.clear()
         self._inner.connection_lost(error)
 
     # what the connection calls
@@ -157,9 +214,8 @@ class WebSocket(asyncio.Protocol):
         if self._open and self._wire.state is State.OPEN:
             self._wire.send_close(CloseCode.NORMAL_CLOSURE)
             self._flush()
-            # The client answers with its own close; if it does not, it is made to go.
-            asyncio.get_running_loop().call_later(2.0, self._socket.abort)
-        else:
+            self._linger()
+        elif self._eof or not self._lingers:
             self._socket.close()
 
     def abort(self) -> None:
@@ -169,13 +225,19 @@ class WebSocket(asyncio.Protocol):
         return bool(self._socket.is_closing())
 
     def pause_reading(self) -> None:
+        self._paused = True
         self._socket.pause_reading()
 
     def resume_reading(self) -> None:
-        self._socket.resume_reading()
+        if self._paused:
+            self._paused = False
+            asyncio.get_running_loop().call_soon(self._unwrap)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._socket.set_write_buffer_limits(high=high, low=low)
+
+    def get_write_buffer_size(self) -> int:
+        return int(self._socket.get_write_buffer_size())
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._socket.get_extra_info(name, default)

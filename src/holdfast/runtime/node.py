@@ -17,7 +17,9 @@ from holdfast.auth import authenticator
 from holdfast.auth.authenticator import Authenticator
 from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal
 from holdfast.cursors.cursor import cursor_key
+from holdfast.effects import GroupId
 from holdfast.errors import HoldfastError, PeerError, RequestError
+from holdfast.groups.shares import is_shared, parse_share
 from holdfast.log import open_log
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.metadata import open_metadata
@@ -26,7 +28,8 @@ from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.connection import Connection, effective_expiry
-from holdfast.runtime.dispatch import Dispatcher
+from holdfast.runtime.dispatch import Dispatcher, rows_of
+from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import LOG, Ingest
 from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
 from holdfast.runtime.metrics import Metrics
@@ -37,7 +40,6 @@ from holdfast.settings import AuthSettings, Settings
 logger = logging.getLogger("holdfast.node")
 
 START_PROPERTY = "holdfast-start"
-SHARES = ("$share/", "$shared/", "$shares/", "$queue/")
 
 
 class Node:
@@ -80,8 +82,11 @@ class Node:
         self.ingest = Ingest(
             self.log, self.settings.limits.batch_bytes_max, self.dispatcher.committed, self._commit_failed
         )
+        self.groups = GroupHost(self)
+        self.dispatcher.on_streams_changed = self.groups.streams_changed
         self.metrics = Metrics(self)
         self.dispatcher.start()
+        self.groups.start()
         self.ingest.start()
         self._watch = self.log.watch(lambda log: _from_thread(loop, self._hinted, log))
         for record in await self.keeper.call(self.keeper.load_all):
@@ -109,6 +114,7 @@ class Node:
             connection.will = None
             connection.close(Reason.SERVER_SHUTTING_DOWN)
         await self.ingest.close()
+        await self.groups.stop()
         sessions = [s for s in self.sessions.values() if s.durable]
         for session in sessions:
             session.dirty.update(self.dispatcher.heads)
@@ -244,6 +250,8 @@ class Node:
         connection.welcome(packet, session, present, identity, assigned)
         if connection.state == "open":
             connection.resend(again)
+            for filter_text, subscription in session.shared.items():
+                await self.groups.join(connection, session, parse_share(filter_text), subscription)
             connection.pump()
 
     async def _under_way(self, session: Session) -> list[tuple[int, Rows | None, int, int]]:
@@ -252,16 +260,14 @@ class Node:
         for packet_id, (place, at, qos) in list(session.in_flight.items()):
             rows, row = (place, at) if isinstance(place, Rows) else (None, 0)
             if isinstance(place, Stream):
-                rows = await asyncio.get_running_loop().run_in_executor(None, self._read_one, place, at)
+                rows = await asyncio.get_running_loop().run_in_executor(None, self.read_one, place, at)
                 if rows is None:
                     del session.in_flight[packet_id]
                     continue
             found.append((packet_id, rows, row, qos))
         return found
 
-    def _read_one(self, stream: Stream, offset: int) -> Rows | None:
-        from holdfast.runtime.dispatch import rows_of
-
+    def read_one(self, stream: Stream, offset: int) -> Rows | None:
         try:
             reading = self.log.read(stream, offset, rows_max=1)
         except HoldfastError as error:
@@ -271,9 +277,11 @@ class Node:
 
     def leave(self, connection: Connection) -> None:
         """The connection is over; what happens to its session depends on its expiry."""
-        session, connection.session = connection.session, None
+        session = connection.session
         if session is None:
             return
+        self.groups.leave(connection)
+        connection.session = None
         client_id = session.client_id
         if self.connections.get(client_id) is connection:
             del self.connections[client_id]
@@ -333,7 +341,8 @@ class Node:
         for request in packet.filters:
             reason = self._check_subscription(connection, session, request)
             if reason < 0x80:
-                await self._add_subscription(connection, session, packet, request, start)
+                add = self._add_share if is_shared(request.filter) else self._add_subscription
+                await add(connection, session, packet, request, start)
                 changed = True
             reasons.append(reason)
         if changed and session.durable:
@@ -352,14 +361,41 @@ class Node:
         return None
 
     def _check_subscription(self, connection: Connection, session: Session, request: p.FilterRequest) -> int:
-        if request.filter.startswith(SHARES):
-            return Reason.SHARED_SUBSCRIPTIONS_NOT_SUPPORTED
-        known = request.filter in session.subscriptions
-        if not known and len(session.subscriptions) >= self.settings.limits.subscriptions_max:
+        topics = request.filter
+        if is_shared(topics):
+            if not self.settings.groups.enabled:
+                return Reason.SHARED_SUBSCRIPTIONS_NOT_SUPPORTED
+            try:
+                topics = parse_share(topics).filter
+            except RequestError:
+                return Reason.TOPIC_FILTER_INVALID
+        known = request.filter in session.subscriptions or request.filter in session.shared
+        if not known and len(session.subscriptions) + len(session.shared) >= self.settings.limits.subscriptions_max:
             return Reason.QUOTA_EXCEEDED
-        if connection.identity is not None and not self.auth.acl.may_subscribe(connection.identity, request.filter):
+        if connection.identity is not None and not self.auth.acl.may_subscribe(connection.identity, topics):
             return Reason.NOT_AUTHORIZED
         return request.qos
+
+    async def _add_share(
+        self,
+        connection: Connection,
+        session: Session,
+        packet: p.Subscribe,
+        request: p.FilterRequest,
+        start: Start | None,
+    ) -> None:
+        """Into a group: made by its first subscriber, and it persists from that moment on."""
+        group = parse_share(request.filter)
+        record = await self.groups.declare(group, start)
+        subscription = Subscription(
+            request.filter,
+            request.qos,
+            retain_as_published=request.retain_as_published,
+            identifier=packet.subscription_identifier,
+            born=record.born,
+        )
+        session.shared[request.filter] = subscription
+        await self.groups.join(connection, session, group, subscription)
 
     async def _add_subscription(
         self,
@@ -418,9 +454,15 @@ class Node:
             return b""
         reasons, gone = [], []
         for filter_text in packet.filters:
-            found = session.unsubscribe(filter_text)
+            if is_shared(filter_text):
+                found = session.shared.pop(filter_text, None)
+                if found is not None:
+                    self.groups.unsubscribe(connection, parse_share(filter_text))
+            else:
+                found = session.unsubscribe(filter_text)
+                if found is not None:
+                    self.dispatcher.live.remove(filter_text, connection)
             if found is not None:
-                self.dispatcher.live.remove(filter_text, connection)
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
         if gone and session.durable:
@@ -526,6 +568,7 @@ class Node:
                 kept = {head.stream for head in self.log.heads(LOG)}
                 for stream in before - kept:
                     await self.keeper.call(self._forget_stream, stream)
+                await self.groups.expire_idle()
                 self.failure = None
             except HoldfastError as error:
                 logger.warning("upkeep: %s", error)
@@ -533,6 +576,14 @@ class Node:
     def _forget_stream(self, stream: Stream) -> None:
         prefix = cursor_key(LOG, stream, "").removesuffix("/cursor")
         self.keeper.cursors.delete(self.metadata.list(prefix))
+
+    def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
+        """A group of this session is no more: the subscription goes, and the client is told the hard way."""
+        for filter_text in [text for text in session.shared if parse_share(text) == group]:
+            del session.shared[filter_text]
+        if session.durable:
+            self.keeper.save(record_of(session, connected=connection.session is session, now=time.time()))
+        connection.close(Reason.ADMINISTRATIVE_ACTION)
 
     # -- for operators -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.cursors.cursor import Cursor
 from holdfast.model import RETAIN, Batch, Stream
@@ -64,6 +64,8 @@ class Subscription:
     retain_as_published: bool = False
     retain_handling: int = 0
     identifier: int = 0
+    born: str = ""
+    """Of a shared one: which group it is in, should one of the same name be made anew."""
     since: dict[Stream, int] = field(default_factory=dict)
     """Where it began, by stream: earlier messages are not its own."""
     matcher: TopicFilter = field(init=False)
@@ -86,7 +88,18 @@ class Skipped:
 
 
 InFlight = tuple[Any, int, int]
-"""Where the message is (its stream and offset, or the rows of a retained one), and its QoS or RELEASED."""
+"""Where the message is (its stream or loan and offset, or the rows of a retained one), and its QoS or RELEASED."""
+
+
+class Feed(Protocol):
+    """A loan of a shared group: rows that are not the session's own, and whose progress somebody else keeps."""
+
+    subscription: Subscription
+    in_flight: set[int]
+    sent: list[int]
+    counts: bool
+
+    def settle(self, offset: int) -> None: ...
 
 
 class Session:
@@ -97,6 +110,8 @@ class Session:
         self.expiry_seconds = expiry_seconds
         self.epoch = epoch
         self.subscriptions: dict[str, Subscription] = {}
+        self.shared: dict[str, Subscription] = {}
+        """Shared ones, by their filter with its prefix: their progress is their groups' to keep."""
         self.in_flight: dict[int, InFlight] = {}
         self.received: set[int] = set()
         """Packet ids of QoS 2 publishes that are stored and not yet released."""
@@ -107,6 +122,8 @@ class Session:
         self.dup_below: dict[Stream, int] = {}
         """Messages below may have been sent before a crash: they go out marked as duplicates."""
         self.dirty: set[Stream] = set()
+        self.touched: dict[Any, None] = {}
+        """Loans of which something was acknowledged since their agent was last told."""
         self.skipped: list[Skipped] = []
         self.generation = 0
         """The newest generation this session knew when it was parked."""
@@ -170,10 +187,10 @@ class Session:
         """A publisher's messages keep their order across generations: the older is read to its end first."""
         return bool(self.behind) and any(s.generation < stream.generation for s in self.behind)
 
-    def put_ready(self, rows: Rows, picks: Sequence[int]) -> None:
-        """Rows read from the log (or retained ones)."""
+    def put_ready(self, rows: Rows, picks: Sequence[int], feed: Feed | None = None) -> None:
+        """Rows read from the log, retained ones, or rows of a loan."""
         if picks:
-            self._ready.append([rows, picks, 0])
+            self._ready.append([rows, picks, 0, feed])
             self.ready_rows += len(picks)
             self.ready_bytes += len(picks) * rows.weight
 
@@ -181,8 +198,16 @@ class Session:
         """Let go of the waiting rows that are not wanted."""
         waiting, self._ready = self._ready, deque()
         self.ready_rows = self.ready_bytes = 0
-        for rows, picks, at in waiting:
-            self.put_ready(rows, [i for i in picks[at:] if wanted(rows, i)])
+        for rows, picks, at, feed in waiting:
+            self.put_ready(rows, picks[at:] if feed is not None else [i for i in picks[at:] if wanted(rows, i)], feed)
+
+    def drop_ready(self, feed: Feed) -> None:
+        """The loan is over: what waits of it goes back to the group."""
+        waiting, self._ready = self._ready, deque()
+        self.ready_rows = self.ready_bytes = 0
+        for rows, picks, at, owner in waiting:
+            if owner is not feed:
+                self.put_ready(rows, picks[at:], owner)
 
     def pick(self, rows: Rows) -> Sequence[int]:
         """Which of the rows read from the log are still to be sent."""
@@ -226,8 +251,8 @@ class Session:
         taken = 0
         while self._ready and taken < bytes_max:
             item = self._ready[0]
-            rows, picks, at = item
-            past, size = self._encode(rows, picks, at, out, room, bytes_max - taken, version, packet_max, now)
+            rows, picks, at, feed = item
+            past, size = self._encode(rows, picks, at, feed, out, room, bytes_max - taken, version, packet_max, now)
             self.ready_rows -= past - at
             self.ready_bytes -= (past - at) * rows.weight
             taken += size
@@ -242,6 +267,7 @@ class Session:
         rows: Rows,
         picks: Sequence[int],
         at: int,
+        feed: Feed | None,
         out: list[bytes],
         room: int,
         bytes_max: int,
@@ -252,8 +278,9 @@ class Session:
         topics, payloads, flags, properties = rows.topics, rows.payloads, rows.flags, rows.properties
         stream, offsets, in_flight = rows.stream, rows.offsets, self.in_flight
         flag = flags if isinstance(flags, int) else 0
-        only, v5 = self._only, version == V5
-        dup_below = self.dup_below.get(stream, 0) if stream is not None else 0
+        only, v5 = self._only if feed is None else feed.subscription, version == V5
+        dup_below = self.dup_below.get(stream, 0) if stream is not None and feed is None else 0
+        place: Any = feed if feed is not None else rows if stream is None else stream
         size, last_id, count = 0, self._last_id, len(picks)
         past = at
         while past < count:
@@ -265,11 +292,10 @@ class Session:
             subscription = only
             extra = b""
             if subscription is None or subscription.no_local or properties is not None or subscription.identifier:
-                chosen = self._special(rows, i, stream, offset, v5, now)
+                chosen = self._special(rows, i, stream, offset, v5, now, feed)
                 if chosen is None:
                     past += 1
-                    if stream is not None:
-                        self.dirty.add(stream)
+                    self._let_go(place, offset)
                     continue
                 subscription, extra = chosen
             qos = flag & 3
@@ -289,21 +315,23 @@ class Session:
                 length += len(tail)
             if length + 5 > packet_max and length + 1 + len(remaining_length(length)) > packet_max:
                 past += 1  # more than this client takes: it is told of nothing, as MQTT says
-                if stream is not None:
-                    self.dirty.add(stream)
+                self._let_go(place, offset)
                 continue
             if qos:
                 last_id = last_id % 65_535 + 1
                 while last_id in in_flight:
                     last_id = last_id % 65_535 + 1
-                in_flight[last_id] = (rows if stream is None else stream, i if stream is None else offset, qos)
+                in_flight[last_id] = (place, i if stream is None else offset, qos)
+                if feed is not None:
+                    feed.in_flight.add(offset)
+                    if feed.counts:
+                        feed.sent.append(offset)
                 if v5:
                     out += (bytes((first,)), remaining_length(length), name, PACKET_IDS[last_id], tail, payload)
                 else:
                     out += (bytes((first,)), remaining_length(length), name, PACKET_IDS[last_id], payload)
             else:
-                if stream is not None:
-                    self.dirty.add(stream)
+                self._let_go(place, offset)
                 if v5:
                     out += (bytes((first,)), remaining_length(length), name, tail, payload)
                 else:
@@ -331,11 +359,26 @@ class Session:
         first = bytes((0x38 | qos << 1 | (1 if retain else 0),))
         return b"".join((first, remaining_length(length), name, PACKET_IDS[packet_id], tail, payload))
 
+    def _let_go(self, place: Any, offset: int) -> None:
+        """A message that is done with as far as this session goes: acknowledged, or sent for good, or not to be."""
+        if place.__class__ is Stream:
+            self.dirty.add(place)
+        elif place is not None and place.__class__ is not Rows:
+            place.settle(offset)
+            self.touched[place] = None
+
     def _special(
-        self, rows: Rows, i: int, stream: Stream | None, offset: int, v5: bool, now: float
+        self,
+        rows: Rows,
+        i: int,
+        stream: Stream | None,
+        offset: int,
+        v5: bool,
+        now: float,
+        feed: Feed | None = None,
     ) -> tuple[Subscription, bytes] | None:
         """The subscription to deliver under and the properties to send; None: not to this client."""
-        meant = self._route(rows.topics[i], stream, offset)
+        meant = self._route(rows.topics[i], stream, offset) if feed is None else (feed.subscription,)
         publisher = rows.publishers if isinstance(rows.publishers, str) else rows.publishers[i]
         meant = tuple(s for s in meant if not (s.no_local and publisher == self.client_id))
         if not meant:
@@ -371,6 +414,8 @@ class Session:
                 dirty.add(place)
                 if behind:
                     self._handled(place, entry[1])
+            else:
+                self._let_go(place, entry[1])
         return None
 
     def _handled(self, stream: Stream, offset: int) -> None:
@@ -392,14 +437,18 @@ class Session:
         if isinstance(entry[0], Stream):
             self.dirty.add(entry[0])
             self._handled(entry[0], entry[1])
+        else:
+            self._let_go(entry[0], entry[1])
         self.in_flight[packet_id] = (None, 0, RELEASED)
         return "release"
 
     def refused_by_client(self, packet_id: int) -> None:
         """PUBREC with an error: the delivery is over."""
         entry = self.in_flight.pop(packet_id, None)
-        if entry is not None and isinstance(entry[0], Stream):
-            self.dirty.add(entry[0])
+        if entry is None:
+            return
+        self._let_go(entry[0], entry[1])
+        if isinstance(entry[0], Stream):
             self._handled(entry[0], entry[1])
 
     def complete(self, packet_id: int) -> bool:
@@ -412,6 +461,14 @@ class Session:
         del self.in_flight[packet_id]
         return True
 
+    def forget_loan(self, feed: Feed) -> None:
+        """What is in flight of it went back to the group; the packet ids stay taken until the client answers."""
+        self.drop_ready(feed)
+        self.touched.pop(feed, None)
+        for packet_id, (place, _, qos) in self.in_flight.items():
+            if place is feed:
+                self.in_flight[packet_id] = (None, 0, qos)
+
     # -- positions and cursors ---------------------------------------------------------------------------
 
     def position(self, stream: Stream, heads: Mapping[Stream, int]) -> int:
@@ -419,8 +476,8 @@ class Session:
         found = self.behind.get(stream)
         if found is None:
             found = heads.get(stream, 0)
-        for rows, picks, at in self._ready:
-            if rows.stream == stream and at < len(picks):
+        for rows, picks, at, feed in self._ready:
+            if feed is None and rows.stream == stream and at < len(picks):
                 return min(found, int(rows.offsets[picks[at]]))
         return found
 
@@ -440,6 +497,13 @@ class Session:
         self.generation = max((s.generation for s in heads), default=0)
         self._ready.clear()
         self.ready_rows = self.ready_bytes = 0
+        # What was lent went back to its group: only the group delivers it again.
+        self.in_flight = {
+            packet_id: entry
+            for packet_id, entry in self.in_flight.items()
+            if entry[2] == RELEASED or entry[0].__class__ in (Stream, Rows)
+        }
+        self.touched.clear()
 
     def unpark(self, heads: Mapping[Stream, int], now: float) -> None:
         """The client is back: streams with nothing new are live again, those that came meanwhile are behind."""

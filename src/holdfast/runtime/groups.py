@@ -1,0 +1,558 @@
+"""The host of shared groups on a node: registry, leaders and agents, and what they ask for, performed for real.
+
+Sessions know none of this. A connection tells of acknowledgements (`report`), the dispatcher feeds the loans that
+the agents were granted, and control messages go over the bus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from holdfast import effects as fx
+from holdfast.effects import Address, GroupId, Loan
+from holdfast.errors import HoldfastError, RequestError
+from holdfast.groups import events as ev
+from holdfast.groups import messages as m
+from holdfast.groups.agent import Agent, farewell
+from holdfast.groups.leader import Leader
+from holdfast.groups.record import GroupRecord, claim_key, expired, loaded, progress_key, record_key, stored
+from holdfast.groups.registry import Registry
+from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
+from holdfast.groups.view import GroupView
+from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
+from holdfast.model import At, Batch, Beginning, Next, Start, Stream
+from holdfast.runtime.bus import LocalBus, PostgresBus
+from holdfast.runtime.dispatch import rows_of
+from holdfast.runtime.driver import Driver
+from holdfast.runtime.ingest import LOG
+from holdfast.sessions.session import Session, Subscription
+from holdfast.sessions.shared import LoanFeed
+from holdfast.store.postgres import PostgresStore
+from holdfast.topics import TopicFilter
+
+if TYPE_CHECKING:
+    from holdfast.runtime.connection import Connection
+    from holdfast.runtime.node import Node
+
+logger = logging.getLogger("holdfast.groups")
+
+DEAD_LETTERS = "dead-letters"
+PASS_OVER_SECONDS = 0.25
+"""How often loans are told of messages that did not concern them."""
+
+ASK_SECONDS = 10.0
+
+
+class Membership:
+    """A connected session in its groups: its agent, and the loans it reads."""
+
+    def __init__(self, host: GroupHost, connection: Connection, session: Session):
+        self.connection, self.session = connection, session
+        # Higher than any before, on whatever node: sessions without expiry count from the start each time.
+        self.agent = Agent(session.client_id, time.time_ns() // 1000, host.node_id, host.member_settings)
+        self.driver = Driver(self.agent, lambda effect: host.agent_effect(self, effect))
+        self.feeds: dict[Loan, LoanFeed] = {}
+        self.subscriptions: dict[GroupId, Subscription] = {}
+        self.closed = False
+
+
+class GroupHost:
+    def __init__(self, node: Node):
+        self.node, self.node_id = node, node.node_id
+        self.log, self.metadata = node.log, node.metadata
+        chosen = node.settings.groups
+        self.member_settings = MemberSettings(ping_seconds=chosen.ping_secs, unsubscribe_seconds=chosen.revoke_secs)
+        self.leader_settings = LeaderSettings(
+            ping_timeout_seconds=chosen.ping_timeout_secs, revoke_seconds=chosen.revoke_secs
+        )
+        self.election_settings = ElectionSettings(
+            lease_seconds=chosen.lease_secs,
+            renew_seconds=chosen.lease_secs * 0.3,
+            margin_seconds=chosen.lease_secs * 0.1,
+            cool_seconds=chosen.ping_timeout_secs + 0.5,
+        )
+        self.leaders: dict[str, Driver] = {}
+        self.members: dict[str, Membership] = {}
+        """By the agent's address name."""
+        self._by_connection: dict[Connection, Membership] = {}
+        self._leases: dict[int, Lease] = {}
+        self._asks: dict[str, asyncio.Future[m.Answer]] = {}
+        self._thread = ThreadPoolExecutor(2, "holdfast-groups")
+        self._last_words: asyncio.Event | None = None
+
+    def start(self) -> None:
+        store = getattr(self.log.backend, "store", None)
+        self.bus: LocalBus | PostgresBus = (
+            PostgresBus(store, self.node_id, self.deliver)
+            if isinstance(store, PostgresStore)
+            else LocalBus(self.deliver)
+        )
+        self.bus.start()
+        self.registry = Driver(Registry(self.node_id, self.election_settings), self._registry_effect)
+        self.node.spawn(self._pass_over())
+
+    async def stop(self) -> None:
+        """Members have been closed; leaders hand over what they know, then the lease is given back."""
+        self._last_words = asyncio.Event()
+        self._forget_finished()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._last_words.wait(), 2)
+        for driver in [*self.leaders.values(), self.registry, *(member.driver for member in self.members.values())]:
+            driver.stop()
+        self.bus.close()
+        for lease in self._leases.values():
+            try:
+                await self._off(lease.revoke)
+            except HoldfastError as error:
+                logger.info("the lease will end by itself: %s", error)
+        self._thread.shutdown(cancel_futures=True)
+
+    def _off(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        """On a thread: the store may take its time."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    # -- messages ----------------------------------------------------------------------------------------
+
+    def send(self, to: Address, message: Any) -> None:
+        if to.node == self.node_id:
+            asyncio.get_running_loop().call_soon(self.deliver, to, message)
+        else:
+            self.bus.send(to, message)
+
+    def deliver(self, to: Address, message: Any) -> None:
+        match to.kind:
+            case "leader":
+                (self.leaders.get(to.name) or self.registry).on(message)
+            case "registry":
+                self.registry.on(message)
+            case "agent":
+                member = self.members.get(to.name)
+                if member is not None:
+                    member.driver.on(message)
+                elif (group := self._group_of(message)) is not None:
+                    for send in farewell(message, group, self.node_id):
+                        self.send(send.to, send.message)
+            case "asker":
+                waiting = self._asks.get(message.request)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case _:
+                logger.debug("nobody is at %s", to)
+
+    def _group_of(self, message: Any) -> GroupId | None:
+        return getattr(message, "group", None)
+
+    # -- what the registry and the leaders ask for --------------------------------------------------------
+
+    def _registry_effect(self, effect: Any) -> Awaitable[Any] | None:
+        match effect:
+            case fx.Send(to, message):
+                self.send(to, message)
+            case fx.OpenLease(asked_at, seconds):
+                self._answer(self.registry, self._open_lease, asked_at, seconds)
+            case fx.RenewLease(lease, asked_at):
+                self._answer(self.registry, self._renew_lease, lease, asked_at)
+            case fx.Claim(group, lease):
+                self._answer(self.registry, self._claim, group, lease)
+            case fx.Resign(group, epoch):
+                self._answer(self.registry, self._resign, group, epoch)
+            case fx.StartLeader(group, epoch, trusted_until):
+                self._start_leader(group, epoch, trusted_until)
+            case fx.StopLeader(group, epoch):
+                self._stop_leader(group, epoch)
+            case fx.TrustUntil(until):
+                for driver in list(self.leaders.values()):
+                    driver.on(ev.Trusted(until))
+        return None
+
+    def _answer(self, driver: Driver, work: Callable[..., Any], *arguments: Any) -> None:
+        """Do it on a thread and give the machine what came of it."""
+
+        def done(future: asyncio.Future[Any]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                if future.result() is not None:
+                    driver.on(future.result())
+            elif not future.cancelled():
+                logger.error("the group host failed", exc_info=future.exception())
+
+        self._off(work, *arguments).add_done_callback(done)
+
+    def _open_lease(self, asked_at: float, seconds: float) -> Any:
+        try:
+            lease = self.metadata.lease(seconds)
+        except HoldfastError as error:
+            logger.warning("no lease: %s", error)
+            return ev.LeaseFailed()
+        self._leases = {lease.id: lease}
+        return ev.LeaseOpened(lease.id, asked_at)
+
+    def _renew_lease(self, number: int, asked_at: float) -> Any:
+        try:
+            self._leases[number].renew()
+        except (LeaseEnded, KeyError):
+            return ev.LeaseLost(number)
+        except HoldfastError as error:
+            logger.warning("the lease was not renewed: %s", error)
+            return ev.LeaseFailed()
+        return ev.LeaseRenewed(number, asked_at)
+
+    def _claim(self, group: GroupId, number: int) -> Any:
+        try:
+            lease = self._leases.get(number)
+            if lease is None:
+                return ev.LeaseLost(number)
+            version = self.metadata.compare_and_set(claim_key(group), None, self.node_id.encode(), lease)
+            if version is not None:
+                return ev.Claimed(group, number, version)
+            entry = self.metadata.get(claim_key(group))
+        except LeaseEnded:
+            return ev.LeaseLost(number)
+        except HoldfastError as error:
+            logger.warning("group %s could not be claimed: %s", group, error)
+            return ev.ClaimFailed(group)
+        return ev.ClaimFailed(group) if entry is None else ev.Taken(group, entry.value.decode(), entry.version)
+
+    def _resign(self, group: GroupId, epoch: int) -> None:
+        try:
+            self.metadata.delete(claim_key(group), epoch)
+        except HoldfastError as error:
+            logger.info("the claim on %s will end with its lease: %s", group, error)
+
+    def _start_leader(self, group: GroupId, epoch: int, trusted_until: float) -> None:
+        machine = Leader(group, epoch, self.node_id, self.leader_settings, trusted_until, time.monotonic())
+
+        def broken() -> None:
+            self.leaders.pop(str(group), None)
+            self.registry.on(ev.LeaderRetired(group, epoch, False))
+
+        driver = Driver(machine, lambda effect: self._leader_effect(driver, effect), broken)
+        self.leaders[str(group)] = driver
+        driver.clock()
+        logger.info("leading group %s under epoch %d", group, epoch)
+
+    def _stop_leader(self, group: GroupId, epoch: int) -> None:
+        driver = self.leaders.get(str(group))
+        if driver is not None and driver.machine.epoch == epoch:  # type: ignore[attr-defined]
+            driver.stop()
+            del self.leaders[str(group)]
+
+    def _leader_effect(self, driver: Driver, effect: Any) -> Awaitable[Any] | None:
+        match effect:
+            case fx.Send(to, message):
+                self.send(to, message)
+            case fx.Save():
+                return self._off(self._save, effect)
+            case fx.Load(group):
+                self._answer(driver, self._load, group)
+            case fx.WatchStreams():
+                self._answer(driver, self._streams_seen)
+            case fx.Retire(group, epoch, clean):
+                driver.stop()
+                if self.leaders.get(str(group)) is driver:
+                    del self.leaders[str(group)]
+                    self.registry.on(ev.LeaderRetired(group, epoch, clean))
+        return None
+
+    def _save(self, save: fx.Save) -> Any:
+        """None: durable. Fenced by the claim's version."""
+        puts, deletes = stored(save, time.time())
+        changes: list[Put | Delete] = [Put(key, value) for key, value in puts.items()]
+        changes += [Delete(key) for key in deletes]
+        step = self.metadata.batch_max or len(changes) or 1
+        try:
+            for at in range(0, len(changes), step):
+                self.metadata.transact(changes[at : at + step], {claim_key(save.group): save.epoch})
+        except VersionMismatch:
+            return ev.Deposed()
+        except HoldfastError as error:
+            logger.warning("progress of %s was not saved: %s", save.group, error)
+            return ev.SaveFailed()
+        return None
+
+    def _load(self, group: GroupId) -> Any:
+        try:
+            entry = self.metadata.get(record_key(group))
+            if entry is None:
+                return ev.Loaded(None)
+            record = GroupRecord.from_json(entry.value)
+            found = []
+            for head in self.log.heads(record.log):
+                stored_progress = self.metadata.get(progress_key(group, head.stream))
+                if stored_progress is not None:
+                    found.append(loaded(group, head.stream, stored_progress.value))
+        except HoldfastError as error:
+            logger.warning("group %s could not be loaded: %s", group, error)
+            return ev.LoadFailed()
+        return ev.Loaded(record, tuple(found))
+
+    def _streams_seen(self) -> ev.StreamsSeen:
+        heads = self.log.heads(LOG)
+        return ev.StreamsSeen(tuple(ev.StreamInfo(h.stream, h.next_offset if h.sealed else None) for h in heads))
+
+    def streams_changed(self) -> None:
+        """A generation was sealed, opened or dropped."""
+        for driver in list(self.leaders.values()):
+            self._answer(driver, self._streams_seen)
+
+    # -- sessions ----------------------------------------------------------------------------------------
+
+    def member(self, connection: Connection, session: Session) -> Membership:
+        found = self._by_connection.get(connection)
+        if found is None:
+            found = Membership(self, connection, session)
+            self._by_connection[connection] = found
+            self.members[found.agent.address.name] = found
+            connection.membership = found
+        return found
+
+    async def join(self, connection: Connection, session: Session, group: GroupId, subscription: Subscription) -> None:
+        """The session is (again) in this group, which exists or existed."""
+        member = self.member(connection, session)
+        member.subscriptions[group] = subscription
+        member.driver.on(ev.Subscribe(group, subscription.born))
+
+    def unsubscribe(self, connection: Connection, group: GroupId) -> None:
+        if (member := self._by_connection.get(connection)) is not None:
+            member.driver.on(ev.Unsubscribe(group))
+
+    def leave(self, connection: Connection) -> None:
+        """The connection is over: whatever it knows goes to the leaders, its loans go back."""
+        member = self._by_connection.pop(connection, None)
+        if member is None:
+            return
+        self.report(connection, member)
+        for feed in list(member.feeds.values()):
+            feed.stopped = True
+            self.node.dispatcher.remove_feed(feed)
+        member.closed = True
+        member.driver.on(ev.Closed())
+        self._forget_finished()
+
+    def _forget_finished(self) -> None:
+        """Members that have gone and whose last words have been heard."""
+        for name, member in list(self.members.items()):
+            if member.closed and member.agent.empty:
+                del self.members[name]
+                member.driver.stop()
+        if self._last_words is not None and not self.members:
+            self._last_words.set()
+
+    def report(self, connection: Connection, member: Membership | None = None) -> None:
+        """Tell the agent what its client has acknowledged."""
+        member = member or self._by_connection.get(connection)
+        if member is None:
+            return
+        touched, member.session.touched = member.session.touched, {}
+        for feed in touched:
+            self._tell(member, feed)
+
+    def _tell(self, member: Membership, feed: LoanFeed) -> None:
+        if feed.sent:
+            sent, feed.sent = tuple(feed.sent), []
+            member.driver.on(ev.Delivered(feed.loan, sent))
+        if news := feed.take_news():
+            member.driver.on(ev.Acked(feed.loan, news))
+        if feed.stopped and not feed.in_flight and feed.loan in member.feeds:
+            del member.feeds[feed.loan]
+            member.driver.on(ev.Drained(feed.loan))
+
+    async def _pass_over(self) -> None:
+        """Now and then: what was committed and did not concern a loan is done with, too."""
+        while True:
+            await asyncio.sleep(PASS_OVER_SECONDS)
+            heads = self.node.dispatcher.heads
+            for member in list(self.members.values()):
+                for feed in list(member.feeds.values()):
+                    feed.pass_to(heads.get(feed.stream, 0))
+                    self._tell(member, feed)
+
+    def agent_effect(self, member: Membership, effect: Any) -> Awaitable[Any] | None:
+        match effect:
+            case fx.Send(to, message):
+                self.send(to, message)
+            case fx.StartReading(loan):
+                self._start_reading(member, effect)
+            case fx.StopReading(loan):
+                self._stop_reading(member, loan)
+            case fx.Abandon(loan):
+                self._abandon(member, loan)
+            case fx.Redeliver(loan, offsets):
+                self.node.spawn(self._redeliver(member, loan, offsets))
+            case fx.Park(loan, offsets):
+                self.node.spawn(self._park(member, loan, offsets))
+            case fx.Joined(_, group, born):
+                if (subscription := member.subscriptions.get(group)) is not None:
+                    subscription.born = born
+            case fx.Ended(_, group, deleted):
+                member.subscriptions.pop(group, None)
+                asyncio.get_running_loop().call_soon(self._forget_finished)
+                if deleted:
+                    self.node.group_deleted(member.connection, member.session, group)
+        return None
+
+    def _start_reading(self, member: Membership, start: fx.StartReading) -> None:
+        borrower = member.agent.borrowers.get(start.loan.member.number)
+        if borrower is None or member.closed:
+            return
+        subscription = member.subscriptions.get(borrower.group)
+        if subscription is None:
+            return
+        feed = LoanFeed(start, TopicFilter(borrower.group.filter), subscription)
+        member.feeds[start.loan] = feed
+        self.node.dispatcher.add_feed(feed, member.connection)
+
+    def _stop_reading(self, member: Membership, loan: Loan) -> None:
+        feed = member.feeds.get(loan)
+        if feed is None:
+            member.driver.on(ev.Drained(loan))
+            return
+        feed.stopped = True
+        self.node.dispatcher.remove_feed(feed)
+        member.session.drop_ready(feed)
+        self._tell(member, feed)
+
+    def _abandon(self, member: Membership, loan: Loan) -> None:
+        feed = member.feeds.pop(loan, None)
+        if feed is not None:
+            feed.stopped = True
+            self.node.dispatcher.remove_feed(feed)
+            member.session.forget_loan(feed)
+
+    async def _redeliver(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
+        """Once more to the same client, under the packet ids it has not answered."""
+        feed, connection = member.feeds.get(loan), member.connection
+        if feed is None:
+            return
+        wanted, stream = set(offsets), feed.stream
+        again = [(i, e[1], e[2]) for i, e in member.session.in_flight.items() if e[0] is feed and e[1] in wanted]
+        for packet_id, offset, qos in again:
+            rows = await self._off(self.node.read_one, stream, offset)
+            if rows is not None and member.session.in_flight.get(packet_id, (None,))[0] is feed:
+                connection.resend([(packet_id, rows, 0, qos)])
+        member.driver.on(ev.Delivered(loan, tuple(offset for _, offset, _ in again)))
+
+    async def _park(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
+        """Set aside in the dead letters' log, durably; only then is it acknowledged to the group."""
+        feed = member.feeds.get(loan)
+        borrower = member.agent.borrowers.get(loan.member.number)
+        if feed is None or borrower is None:
+            return
+        try:
+            await self._off(self._bury, feed.stream, offsets, borrower.group)
+        except HoldfastError as error:
+            logger.warning("dead letters of %s were not stored: %s", borrower.group, error)
+            return
+        for offset in offsets:
+            feed.settle(offset)
+        for packet_id, (place, offset, qos) in list(member.session.in_flight.items()):
+            if place is feed and offset in offsets:
+                member.session.in_flight[packet_id] = (None, 0, qos)
+        self._tell(member, feed)
+
+    def _bury(self, stream: Stream, offsets: tuple[int, ...], group: GroupId) -> None:
+        self.log.create(DEAD_LETTERS, shards=1)
+        for offset in offsets:
+            rows = rows_of(self.log.read(stream, offset, rows_max=1).chunks[0])
+            batch = Batch(
+                list(rows.topics),
+                list(rows.payloads),
+                rows.publishers,
+                rows.flags,
+                rows.properties,
+                list(rows.times),  # type: ignore[arg-type]
+            )
+            self.log.append(DEAD_LETTERS, batch)
+            logger.warning(
+                "group %s: %s offset %d was never acknowledged; see log %s", group, stream, offset, DEAD_LETTERS
+            )
+
+    # -- groups as such ----------------------------------------------------------------------------------
+
+    async def declare(
+        self,
+        group: GroupId,
+        start: Start | None = None,
+        order: str = "strict",
+        ack_timeout_seconds: float | None = None,
+        attempts_max: int | None = None,
+        idle_seconds_max: float | None = None,
+    ) -> GroupRecord:
+        """The group, made if it does not exist; it persists from that moment, with no member yet."""
+        return await self._off(  # type: ignore[no-any-return]
+            self._declare, group, start, order, fx.Policy(ack_timeout_seconds, attempts_max), idle_seconds_max
+        )
+
+    def _declare(
+        self, group: GroupId, start: Start | None, order: str, policy: fx.Policy, idle_seconds_max: float | None
+    ) -> GroupRecord:
+        while True:
+            entry = self.metadata.get(record_key(group))
+            if entry is not None:
+                return GroupRecord.from_json(entry.value)
+            record = GroupRecord(
+                group=group,
+                born=uuid.uuid4().hex,
+                log=LOG,
+                order=order,  # type: ignore[arg-type]
+                starts=self.log.positions(LOG, start or Next(), group.filter),
+                policy=policy,
+                idle_seconds_max=idle_seconds_max,
+            )
+            if self.metadata.compare_and_set(record_key(group), None, record.to_json(time.time())) is not None:
+                return record
+
+    async def exists(self, group: GroupId) -> bool:
+        return await self._off(self.metadata.get, record_key(group)) is not None
+
+    async def groups(self) -> list[GroupRecord]:
+        """Every declared group."""
+        entries = await self._off(self.metadata.list, "/holdfast/groups/")
+        return [GroupRecord.from_json(e.value) for key, e in entries.items() if key.endswith("/record")]
+
+    async def ask(self, group: GroupId, what: m.Request) -> GroupView | None:
+        """Put a question to the group's leader, wherever it is; a RequestError says why not."""
+        if not await self.exists(group):
+            raise RequestError(f"there is no group {str(group)!r}")
+        request = uuid.uuid4().hex
+        waiting: asyncio.Future[m.Answer] = asyncio.get_running_loop().create_future()
+        self._asks[request] = waiting
+        ask = m.Ask(request, Address(self.node_id, "asker"), group, what)
+        try:
+            give_up = time.monotonic() + ASK_SECONDS
+            while time.monotonic() < give_up:
+                self.send(Address(self.node_id, "registry"), ask)
+                done, _ = await asyncio.wait([waiting], timeout=0.5)
+                if done:
+                    answer = waiting.result()
+                    if answer.error:
+                        raise RequestError(f"group {str(group)!r}: {answer.error}")
+                    return answer.view
+            raise HoldfastError(f"the leader of group {str(group)!r} did not answer within {ASK_SECONDS:.0f} s")
+        finally:
+            del self._asks[request]
+
+    async def seek(self, group: GroupId, start: Start) -> None:
+        offsets = await self._off(self.log.positions, LOG, start, group.filter)
+        if isinstance(start, Beginning):
+            offsets = {}
+        elif isinstance(start, At):
+            offsets = {**offsets, **dict(start.offsets)}
+        await self.ask(group, m.Seek(tuple(sorted(offsets.items()))))
+
+    async def expire_idle(self) -> None:
+        """Groups that nobody has used for longer than they allow."""
+        entries = await self._off(self.metadata.list, "/holdfast/groups/")
+        for key, entry in entries.items():
+            if key.endswith("/record") and expired(entry.value, time.time()):
+                group = GroupRecord.from_json(entry.value).group
+                try:
+                    await self.ask(group, m.Delete(if_idle=True))
+                except HoldfastError as error:
+                    logger.info("idle group %s stays: %s", group, error)

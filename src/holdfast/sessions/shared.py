@@ -1,0 +1,110 @@
+"""A loan being read for a session: the session's side of a shared group, opaque to the rest of it.
+
+A loan covers one stream (or a key slice of it). Everything below `next_offset` has been queued for the client or
+passed over; what is acknowledged or passed over is news, gathered here until the agent is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.cursors.cursor import Range
+from holdfast.effects import NO_POLICY, Loan, StartReading
+from holdfast.groups.progress import Done
+from holdfast.model import Stream
+from holdfast.sessions.session import Rows, Subscription
+from holdfast.topics import TopicFilter
+
+
+class LoanFeed:
+    """One loan of one session."""
+
+    __slots__ = (
+        "_news",
+        "counts",
+        "done",
+        "in_flight",
+        "live",
+        "loan",
+        "next_offset",
+        "reading",
+        "sent",
+        "stopped",
+        "stream",
+        "subscription",
+        "wanted",
+    )
+
+    def __init__(self, start: StartReading, wanted: TopicFilter, subscription: Subscription):
+        self.loan: Loan = start.loan
+        self.stream: Stream = start.loan.piece.stream
+        self.done = Done(start.loan.piece, start.mark, start.skip)
+        self.wanted, self.subscription = wanted, subscription
+        self.next_offset = start.mark.offset + 1
+        self.live = False
+        """Fed from commits; otherwise read from the log."""
+        self.reading = False
+        self.stopped = False
+        self.counts = start.policy != NO_POLICY
+        """The group counts deliveries."""
+        self.in_flight: set[int] = set()
+        self.sent: list[int] = []
+        """Offsets sent since the agent was last told, where that is counted."""
+        self._news: list[Range] = []
+
+    @property
+    def filter(self) -> str:
+        return self.wanted.text
+
+    def choose(self, rows: Rows, picks: Sequence[int], past: int) -> Sequence[int]:
+        """Which of the matching rows are this loan's to deliver; everything else below `past` is passed over."""
+        done, publishers, offsets = self.done, rows.publishers, rows.offsets
+        if done.plain_from(offsets[picks[0]] if picks else past):
+            mine = picks
+        else:
+            mine = [
+                at
+                for at in picks
+                if offsets[at] >= self.next_offset
+                and done.wants(offsets[at], publishers if isinstance(publishers, str) else publishers[at])
+            ]
+        self._pass_over([offsets[at] for at in mine], past)
+        return mine
+
+    def _pass_over(self, chosen: Sequence[int], past: int) -> None:
+        at = self.next_offset
+        for offset in chosen:
+            if offset > at:
+                self._news.append((at, offset - 1))
+            at = offset + 1
+        if at < past:
+            self._news.append((at, past - 1))
+        self.next_offset = past
+
+    def catch_up(self, past: int) -> None:
+        """The log has been read to here: what was not chosen on the way did not match."""
+        if past > self.next_offset:
+            self._pass_over((), past)
+
+    def pass_to(self, head: int) -> None:
+        """A live loan: whatever was committed below `head` and not offered did not match."""
+        if self.live and not self.stopped and head > self.next_offset:
+            self._pass_over((), head)
+
+    def settle(self, offset: int) -> None:
+        """Acknowledged, or never to be sent."""
+        self.in_flight.discard(offset)
+        self._news.append((offset, offset))
+
+    def take_news(self) -> tuple[Range, ...]:
+        """What has been acknowledged or passed over since the last time, as ranges in order."""
+        if not self._news:
+            return ()
+        news, self._news = sorted(self._news), []
+        found = [news[0]]
+        for first, last in news[1:]:
+            if first <= found[-1][1] + 1:
+                found[-1] = (found[-1][0], max(found[-1][1], last))
+            else:
+                found.append((first, last))
+        return tuple(found)
