@@ -18,7 +18,6 @@ from holdfast.groups.borrower import Borrower
 from holdfast.groups.election import Election
 from holdfast.groups.leader import Leader
 from holdfast.groups.lease import LeaseMember
-from holdfast.groups.lease_seat import LeaseDesk
 from holdfast.groups.lender import Lender
 from holdfast.groups.loans import LoanBook, LoanStatus
 from holdfast.groups.memories import Memories
@@ -99,11 +98,14 @@ def a_revoke_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
 
 
 @mutation
-def a_lease_exchange_does_not_wait_for_what_is_taken_over(patch: Patch) -> None:
-    def change(original: Any, self: Any, seat: Any) -> bool:
-        return seat.lease_status.name == "UPDATING" and bool(seat.seen_new)
+def a_lease_exchange_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
+    def change(original: Any, self: Any, update: Any, now: float) -> Any:
+        effects = original(self, update, now)
+        for lent in self.taken.values():
+            lent.drained = True
+        return [*effects, self._states(now)] if self.taken else effects
 
-    wrap(patch, LeaseDesk, "returned", change)
+    wrap(patch, LeaseMember, "_on_update", change)
 
 
 @mutation

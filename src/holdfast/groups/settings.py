@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class MemberSettings:
     """For borrowers and lease members."""
 
-    find_leader_seconds: float = 0.25
+    find_leader_seconds: float = 0.2
     """How soon a member that found no leader asks again."""
-    find_leader_max_seconds: float = 0.5
-    """The wait doubles up to this, so that a thousand members do not storm a store that is away."""
+    find_leader_max_seconds: float = 0.3
+    """The wait doubles up to this; together with `remember_seconds` it must stay below `settle_seconds`."""
     ping_seconds: float = 2.0
     """How often a connected member shows that it is alive."""
     ping_resend_seconds: float = 0.4
@@ -41,7 +41,7 @@ class LeaderSettings:
     """How long a member may take over what is in flight of one stream that is called back."""
     place_seconds: float = 0.02
     """Joins and leaves are gathered this long before streams are placed."""
-    settle_seconds: float = 0.6
+    settle_seconds: float = 0.5
     """A leader that follows another one waits this long for members to bring their progress."""
     save_seconds: float = 1.0
     """Progress is gathered this long before it is saved."""
@@ -67,7 +67,7 @@ class ElectionSettings:
     """How soon a renewal or a claim that failed is tried again."""
     margin_seconds: float = 0.5
     """How long before the lease ends, by its own clock, a node's leaders stop."""
-    remember_seconds: float = 1.0
+    remember_seconds: float = 0.15
     """How long a registry believes that a leader is where it was last found."""
     cool_seconds: float = 3.5
     """How long the claim of a leader that broke down is kept, so that what it lent has surely ended."""

@@ -42,8 +42,8 @@ class Truth:
         self.world, self.exact = world, exact
         self.readers: dict[tuple[str, Stream], list[Reading]] = {}
         self.acked: dict[tuple[str, Stream], set[int]] = {}
-        self.owed: dict[tuple[str, Stream], set[int]] = {}
-        """Acknowledged under a loan in good standing."""
+        self.owed: dict[tuple[str, Stream], dict[int, str]] = {}
+        """Acknowledged under a loan in good standing, and to whom; a crash of that one excuses its loss."""
         self.starts: dict[str, dict[Stream, int]] = {}
         """By course, where each stream began."""
         self.orders: dict[str, str] = {}
@@ -81,11 +81,17 @@ class Truth:
             if self.exact and offset in self.owed.get(key, ()):
                 self.fail("acknowledged never again", f"{reading.where} is given {loan.piece} offset {offset}")
 
-    def was_acked(self, loan: Loan, offset: int, *, owed: bool) -> None:
+    def was_acked(self, loan: Loan, offset: int, where: str = "") -> None:
+        """A client acknowledged it; `where` says to whom, unless nothing is owed for it."""
         key = (loan.course, loan.piece.stream)
         self.acked.setdefault(key, set()).add(offset)
-        if owed:
-            self.owed.setdefault(key, set()).add(offset)
+        if where:
+            self.owed.setdefault(key, {})[offset] = where
+
+    def crashed(self, where: str) -> None:
+        """Whatever was known only there is lost, and nobody is to blame."""
+        for key, owed in self.owed.items():
+            self.owed[key] = {offset: to for offset, to in owed.items() if to != where}
 
     def _alone(self, reading: Reading, standing: Iterable[Reading]) -> None:
         mine = reading.loan.piece

@@ -89,7 +89,7 @@ class Member(Actor):
             case Park(loan, offsets):
                 self.world.after(0.01, self, Acked(loan, tuple((offset, offset) for offset in offsets)))
                 for offset in offsets:
-                    self.node.truth.was_acked(loan, offset, owed=False)
+                    self.node.truth.was_acked(loan, offset)
                 if reader := self.readers.get(loan):
                     reader.parked += len(offsets)
                     reader.in_flight.difference_update(offsets)
@@ -179,7 +179,7 @@ class Member(Actor):
         if self.readers.get(reader.loan) is not reader or ack.offset not in reader.in_flight:
             return  # it went back to the group
         reader.in_flight.discard(ack.offset)
-        self.node.truth.was_acked(reader.loan, ack.offset, owed=self.current(reader.loan))
+        self.node.truth.was_acked(reader.loan, ack.offset, self.name if self.current(reader.loan) else "")
         super().on(Acked(reader.loan, ((ack.offset, ack.offset),)))
         if reader.stopped:
             self._drained(reader)
@@ -190,6 +190,7 @@ class Member(Actor):
 
     def crash(self) -> None:
         self.die()
+        self.node.truth.crashed(self.name)
         for reader in self.readers.values():
             if not reader.stopped:
                 self.node.truth.stopped(reader.reading)
