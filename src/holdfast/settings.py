@@ -6,6 +6,7 @@ A bad value says which key, what it got and what it takes.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 import types
@@ -105,9 +106,13 @@ class GroupSettings:
     enabled: bool = True
     """False: shared subscriptions are refused."""
     lease_secs: float = 5.0
+    """How long a leader, or a lease member, that has fallen silent keeps what it holds."""
     ping_secs: float = 2.0
+    """How often a borrower and its leader tell each other that they are there."""
     ping_timeout_secs: float = 3.0
+    """How long an answer may take before the other side counts as gone."""
     revoke_secs: float = 10.0
+    """How long a member that is asked to give a stream back may take to finish what is in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,11 +264,13 @@ def _convert(name: str, value: Any, type_: Any) -> Any:
         raise wrong
     if isinstance(value, bool) or isinstance(type_, types.UnionType):
         raise wrong
+    if (type_ is str and not isinstance(value, str)) or (type_ is int and isinstance(value, float)):
+        raise wrong  # no list as text, and nothing is rounded in silence
     try:
         converted = type_(value)
     except (TypeError, ValueError) as error:
         raise wrong from error
-    if type_ in (int, float) and converted < 0:
+    if type_ in (int, float) and not 0 <= converted < math.inf:
         raise wrong
     if name in CHOICES and converted not in CHOICES[name]:
         raise wrong
