@@ -117,6 +117,13 @@ class Trusted:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class Retreat:
+    """Host -> leader. This node is going down: call everything back within so long, then retire cleanly."""
+
+    within_seconds: float
+
+
 # -------------------------------------------------------------------------------- host -> registry
 
 

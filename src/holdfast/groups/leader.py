@@ -21,7 +21,7 @@ from math import inf
 
 from holdfast.effects import Address, GroupId, LeaderEffect, Load, MemberId, Retire, Save, Send, WatchStreams
 from holdfast.errors import BrokenInvariant
-from holdfast.groups.events import Deposed, Loaded, LoadFailed, SaveFailed, StreamsSeen, Tick, Trusted
+from holdfast.groups.events import Deposed, Loaded, LoadFailed, Retreat, SaveFailed, StreamsSeen, Tick, Trusted
 from holdfast.groups.lease_seat import LeaseSeat, LeaseStatus
 from holdfast.groups.lender import Lender
 from holdfast.groups.messages import (
@@ -71,7 +71,7 @@ LEGAL: dict[Phase, set[Phase]] = {
     Phase.RETIRED: set(),
 }
 
-HostEvent = Loaded | LoadFailed | StreamsSeen | SaveFailed | Deposed
+HostEvent = Loaded | LoadFailed | StreamsSeen | SaveFailed | Deposed | Retreat
 LeaderEvent = Tick | Trusted | HostEvent | ToLeader
 
 
@@ -93,6 +93,7 @@ class Leader:
         self._dead: set[str] = set()
         self._seek: tuple[Ask, Seek] | None = None
         self._deleting: Ask | None = None
+        self._retreat: Retreat | None = None
         self._record_dirty = False
         self._after_save: list[LeaderEffect] = []
         self._last_save: Save | None = None
@@ -152,6 +153,9 @@ class Leader:
                     self.shelf.see(event.streams)
             case SaveFailed():
                 self._on_save_failed(now)
+            case Retreat():
+                self._retreat = event
+                self._place_soon(now)
             case Deposed():
                 self._move(Phase.RETIRED)
                 return [Retire(self.group, self.epoch)]
@@ -160,7 +164,7 @@ class Leader:
     def _distrusted(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
         """Facts are taken in; nothing is said, saved or lent until the lease is known to stand."""
         match event:
-            case Loaded() | LoadFailed() | StreamsSeen() | SaveFailed() | Deposed():
+            case Loaded() | LoadFailed() | StreamsSeen() | SaveFailed() | Deposed() | Retreat():
                 return [e for e in self._on_host(event, now) if isinstance(e, Retire | WatchStreams)]
             case _:
                 return []
@@ -229,10 +233,13 @@ class Leader:
 
     def _place(self, now: float) -> list[LeaderEffect]:
         self._place_at = inf
+        if self._retreat and not self.book.entries and self.phase is not Phase.SETTLING:
+            return self._go(now)
         if self.record is None or self.shelf.seen is None or self.phase is not Phase.LEADING:
             return []
-        lend = not self.record.paused and self._seek is None
-        within = self.settings.revoke_seconds if self._seek is None else 0.0
+        lend = not (self.record.paused or self._seek or self._retreat)
+        within = self._retreat.within_seconds if self._retreat else self.settings.revoke_seconds
+        within = 0.0 if self._seek else within
         effects = self.lender.place(self.record, now, lend=lend, within_seconds=within)
         if self.shelf.forget:
             self._save_by(now + self.settings.save_seconds)
@@ -245,12 +252,14 @@ class Leader:
 
     def _retire(self, now: float) -> list[LeaderEffect]:
         self._retire_at = inf
-        if self.seats or self.book.entries or self._waiting or self._seek:
-            return []
+        return [] if self.seats or self.book.entries or self._waiting or self._seek else self._go(now)
+
+    def _go(self, now: float) -> list[LeaderEffect]:
+        """Nothing is lent: leave the group to whoever comes next. If the save fails we stay, and hear of it."""
         if self.record and self.record.lent:
             self._write(replace(self.record, lent=False), now)
-        # If that save fails we are not retired, and hear of it.
-        return [*self._flush(now), Retire(self.group, self.epoch)]
+        farewells = [Send(seat.home, Invalidate(seat.member)) for seat in self.seats.values()]
+        return [*self._flush(now), *farewells, Retire(self.group, self.epoch)]
 
     # -------------------------------------------------------------------------------------- store
 
@@ -324,6 +333,8 @@ class Leader:
         self._save_by(now + self.settings.save_retry_seconds)
         if not self.seats:
             self._retire_at = now + self.settings.linger_seconds
+        if self._retreat:
+            self._place_soon(now)
 
     # ------------------------------------------------------------------------------------ members
 
@@ -360,6 +371,8 @@ class Leader:
 
     def _on_join(self, wanted: LeaderWanted | FindLeader, now: float) -> list[LeaderEffect]:
         assert self.record is not None
+        if self._retreat:
+            return []
         if wanted.born != self.record.born:
             return [Send(wanted.reply_to, Invalidate(wanted.member, deleted=True))]
         self._merge_carried(wanted.carried)

@@ -13,6 +13,7 @@
     forge b renew 7               a batch reader hears something that its leader never said (or `update 7 8`)
     cut n1 n2 / mend              nodes (or `store`) that do not hear each other
     crash n1 / restart n1 / crash leader / pause n1 4
+    retreat 2                     the leader is told to stop cleanly, within so many seconds
     seek beginning / pause group / resume group / delete
     run 2.5                       let so many seconds pass
     show                          who holds what
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.effects import Address, GroupId, Policy
+from holdfast.groups.events import Retreat
 from holdfast.groups.messages import (
     Ask,
     Delete,
@@ -224,6 +226,12 @@ class Scenario:
                     node.leader_gone(leader, clean=False)
             return
         self.node(words[0]).crash()
+
+    def on_retreat(self, words: list[str]) -> None:
+        for node in list(self.world.nodes.values()):
+            assert isinstance(node, SimNode)
+            for leader in list(node.leaders.values()):
+                leader.on(Retreat(float(words[0])))
 
     def on_restart(self, words: list[str]) -> None:
         self.node(words[0]).restart()

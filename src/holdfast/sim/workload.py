@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.effects import Address, GroupId, Policy
+from holdfast.groups.events import Retreat
 from holdfast.groups.messages import Ask, Delete, Request, Seek, SetPaused
 from holdfast.groups.record import GroupRecord, record_key
 from holdfast.groups.settings import LeaderSettings
@@ -282,6 +283,14 @@ class Workload:
             self.world.tell(leader.name, "BREAKS DOWN")
             leader.node.leader_gone(leader, clean=False)
 
+    def do_retreat(self, _: Person | None) -> None:
+        """A clean stop of a leader, as before a restart of its node."""
+        leaders = [leader for node in self.nodes() for leader in node.leaders.values()]
+        if leaders:
+            leader = self.world.rng.choice(leaders)
+            self.world.tell(leader.name, "is told to retreat")
+            leader.on(Retreat(self.world.rng.choice([0.5, 3.0])))
+
     def do_pause(self, _: Person | None) -> None:
         up = [node for node in self.nodes() if node.up and node.paused_until < self.world.now]
         if up:
@@ -312,6 +321,7 @@ _ACTIONS = [
     "pause_group",
     "resume_group",
     "delete",
+    "retreat",
 ]
 
 
