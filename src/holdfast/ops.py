@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from heapq import merge as merge_sorted
+from typing import Any
 
+from holdfast.groups.record import GroupRecord
+from holdfast.groups.view import GroupView, Lag, lag
+from holdfast.groups.view import Head as GroupHead
 from holdfast.log import Log
 from holdfast.log.contract import Chunk, Head
 from holdfast.model import RETAIN, Micros, Start, Stream
@@ -38,6 +42,58 @@ class MessageRow:
     qos: int
     retain: bool
     properties: bytes | None
+
+
+def group_row(record: GroupRecord) -> dict[str, Any]:
+    """A declared group, in a line."""
+    return {
+        "group": str(record.group),
+        "name": record.group.name,
+        "filter": record.group.filter,
+        "order": record.order,
+        "paused": record.paused,
+        "ack_timeout_seconds": record.policy.ack_timeout_seconds,
+        "attempts_max": record.policy.attempts_max,
+        "idle_seconds_max": record.idle_seconds_max,
+    }
+
+
+def group_whole(view: GroupView, heads: Mapping[Stream, GroupHead], now: Micros) -> dict[str, Any]:
+    """A group with its members, and for each piece its owner, status and lag."""
+    rows = lag(view, heads, now)
+    return {
+        "group": str(view.group),
+        "epoch": view.epoch,
+        "order": view.order,
+        "paused": view.paused,
+        "lag": sum(row.messages for row in rows if row.piece.of == 1) + _sliced_lag(rows),
+        "lag_seconds": max((row.seconds for row in rows if row.seconds is not None), default=0.0),
+        "members": [
+            {"session": m.member.session, "node": m.node, "kind": m.kind, "status": m.status, "streams": m.pieces}
+            for m in view.members
+        ],
+        "streams": [
+            {
+                "stream": str(row.piece),
+                "owner": row.owner.session if row.owner is not None else None,
+                "status": row.status,
+                "lag": row.messages,
+                "lag_seconds": row.seconds,
+                "oldest_unacknowledged": iso(heads[row.piece.stream].oldest_unacked),
+            }
+            for row in rows
+        ],
+        "finished_streams": view.finished,
+    }
+
+
+def _sliced_lag(rows: Sequence[Lag]) -> int:
+    """Slices of one stream overlap in what they have not passed: count the worst of each."""
+    worst: dict[Stream, int] = {}
+    for row in rows:
+        if row.piece.of > 1:
+            worst[row.piece.stream] = max(worst.get(row.piece.stream, 0), row.messages)
+    return sum(worst.values())
 
 
 def streams(log: Log, name: str) -> list[StreamRow]:

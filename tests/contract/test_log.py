@@ -207,6 +207,16 @@ def test_row_limit_cuts_blocks_and_goes_on_where_it_stopped(log: Log) -> None:
     assert read_all(log, rows_max=4) == list(range(25))
 
 
+@pytest.mark.parametrize("topics", [None, "t/#", "t/5", "+/12"])
+def test_a_read_stops_before_until(log: Log, topics: str | None) -> None:
+    fill(log, 30, per=10)
+    for until in (1, 7, 10, 13, 30, 99):
+        reading = log.read(ONE, 0, topics=topics, until=until)
+        everything = log.read(ONE, 0, topics=topics)
+        assert payloads(reading.chunks) == [n for n in payloads(everything.chunks) if n < until]
+        assert reading.next_offset == min(until, 30)
+
+
 def test_byte_limit_gives_at_least_one_row(log: Log) -> None:
     log.append("one", Batch(["t"] * 4, [b"1" * 1000] * 4))
     reading = log.read(ONE, 0, bytes_max=1)

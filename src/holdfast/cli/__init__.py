@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import output, password
+from holdfast.cli import group, output, password, session
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 log_app = typer.Typer(no_args_is_help=True, help="Look at and look after the log.")
+app.add_typer(group.app, name="group")
+app.add_typer(session.app, name="session")
 app.add_typer(log_app, name="log")
 app.add_typer(password.app, name="password")
 

@@ -31,6 +31,11 @@ def table(rows: Sequence[Any], as_json: bool, title: str | None = None) -> None:
     console.print(shown)
 
 
+def document(value: Any) -> None:
+    """A whole answer as JSON."""
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
 def _json(row: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in row.items():

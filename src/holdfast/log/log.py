@@ -241,9 +241,10 @@ class Log:
         topics: Wanted | str | None = None,
         rows_max: int = ROWS_MAX,
         bytes_max: int = BYTES_MAX,
+        until: int | None = None,
         on_corrupt: str = "raise",
     ) -> Reading:
-        """Read forwards from `offset`: matching rows as Arrow, up to a row and a byte limit.
+        """Read forwards from `offset`: matching rows as Arrow, up to a row and a byte limit, and before `until`.
 
         At least one row comes if there is one. A block that does not match its checksum raises CorruptBlock
         when it is the next thing to read, or, with `on_corrupt="skip"`, is recorded in `skipped`.
@@ -253,13 +254,15 @@ class Log:
             raise RequestError(f"a read takes at least one row and one byte, not {rows_max} rows, {bytes_max} bytes")
         head = self.head(stream)
         _check_offset(stream, offset, head.next_offset)
-        found = _Collector(stream, offset, wanted, rows_max, bytes_max)
-        while found.next_offset < head.next_offset and not found.full:
+        end = head.next_offset if until is None else min(until, head.next_offset)
+        found = _Collector(stream, offset, wanted, rows_max, bytes_max, end)
+        while found.next_offset < end and not found.full:
             entries, past = self._planner.page(head, found.next_offset, wanted, _DIRECTORY_PAGE)
+            entries = [entry for entry in entries if entry.base < end]
             if not self._collect(found, entries, on_corrupt):
                 continue  # merged under our hands: look the directory up again
             if not found.full:
-                found.next_offset = max(found.next_offset, min(past, head.next_offset))
+                found.next_offset = max(found.next_offset, min(past, end))
         at_end = head.sealed and found.next_offset >= head.next_offset
         return Reading(found.chunks, found.next_offset, at_end, found.skipped, found.blocks_read)
 
@@ -406,8 +409,8 @@ class Log:
 class _Collector:
     """Gathers rows until a limit is reached."""
 
-    def __init__(self, stream: Stream, offset: int, wanted: Wanted | None, rows_max: int, bytes_max: int):
-        self.stream, self.wanted = stream, wanted
+    def __init__(self, stream: Stream, offset: int, wanted: Wanted | None, rows_max: int, bytes_max: int, end: int):
+        self.stream, self.wanted, self._end = stream, wanted, end
         self.next_offset = offset
         self.rows_left, self.bytes_left = rows_max, bytes_max
         self.chunks: list[Chunk] = []
@@ -420,15 +423,19 @@ class _Collector:
         rows = None
         if self.wanted is not None:
             rows = blocks.matching_rows(batch, self.wanted)
+        last = min(batch.num_rows, self._end - entry.base)
         if rows is None:
-            part = batch.slice(first, self.rows_left) if first or self.rows_left < batch.num_rows else batch
+            take = min(self.rows_left, last - first)
+            part = batch.slice(first, take) if first or take < batch.num_rows else batch
             past = entry.base + first + part.num_rows
         else:
             if first:
                 rows = rows.filter(pa.compute.greater_equal(rows, first))
+            if last < batch.num_rows:
+                rows = rows.filter(pa.compute.less(rows, last))
             cut = len(rows) > self.rows_left
             rows = rows.slice(0, self.rows_left) if cut else rows
-            past = entry.base + rows[-1].as_py() + 1 if cut else entry.past
+            past = entry.base + rows[-1].as_py() + 1 if cut else entry.base + last
             part = batch.take(rows)
         part, rows, past = self._fit(entry, part, rows, first, past)
         if part.num_rows:
@@ -457,8 +464,9 @@ class _Collector:
 
     def skip(self, entry: Entry, reason: str) -> None:
         first = max(self.next_offset, entry.base)
-        self.skipped.append(Skipped(self.stream, first, entry.past, reason))
-        self.next_offset = entry.past
+        past = min(entry.past, self._end)
+        self.skipped.append(Skipped(self.stream, first, past, reason))
+        self.next_offset = past
 
 
 def _weight(entry: Entry, part: pa.RecordBatch) -> int:

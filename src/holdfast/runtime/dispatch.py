@@ -85,14 +85,15 @@ class Dispatcher:
             if placed.base == head:
                 heard |= self._dispatch(rows)
                 self._dispatch_early(stream)
-            elif placed.base > head:
+            else:
                 heard.update(topic for topic in set(batch.topics) if self.live.match(topic))
+            if placed.base > head:
                 self._early.setdefault(stream, {})[placed.base] = rows
                 self._look_again.set()
-        away = self.away
-        if len(away):
-            for batch in parts.values():
-                heard.update(topic for topic in set(batch.topics) if topic not in heard and away.match(topic))
+        for others in (self.away, self.shared):
+            if len(others):
+                for batch in parts.values():
+                    heard.update(topic for topic in set(batch.topics) if topic not in heard and others.match(topic))
         return heard
 
     def note_sealed(self) -> None:
@@ -212,10 +213,10 @@ class Dispatcher:
             return
         feed.reading = True
         loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._pool, self._read_loan, feed)
+        reading = loop.run_in_executor(self._pool, self._read_loan, feed, self.heads.get(feed.stream))
         reading.add_done_callback(lambda done: self._loan_fed(feed, connection, done))
 
-    def _read_loan(self, feed: LoanFeed) -> tuple[int, int, list[Rows]]:
+    def _read_loan(self, feed: LoanFeed, until: int | None) -> tuple[int, int, list[Rows]]:
         """On a reader's thread."""
         at = feed.next_offset
         try:
@@ -225,6 +226,7 @@ class Dispatcher:
                 topics=feed.wanted,
                 rows_max=READ_ROWS,
                 bytes_max=self._pending_bytes_max,
+                until=until,
                 on_corrupt="skip",
             )
         except UnknownStream:
@@ -328,17 +330,27 @@ class Dispatcher:
                 continue
             self._reading += 1
             loop = asyncio.get_running_loop()
-            reading = loop.run_in_executor(self._pool, self._read, stream, session.behind[stream], session)
+            # No further than has been dispatched: what is committed beyond that will be offered.
+            until = self.heads.get(stream)
+            reading = loop.run_in_executor(self._pool, self._read, stream, session.behind[stream], until, session)
             reading.add_done_callback(
                 lambda done, c=connection, s=session, t=stream: self._fed(c, s, t, done)  # type: ignore[misc]
             )
 
-    def _read(self, stream: Stream, at: int, session: Session) -> tuple[int, int, list[Rows], list[Skipped]]:
+    def _read(
+        self, stream: Stream, at: int, until: int | None, session: Session
+    ) -> tuple[int, int, list[Rows], list[Skipped]]:
         """On a reader's thread: from, to (-1: the stream is gone), rows, what could not be read."""
         wanted = session.wanted
         try:
             reading = self._log.read(
-                stream, at, topics=wanted, rows_max=READ_ROWS, bytes_max=self._pending_bytes_max, on_corrupt="skip"
+                stream,
+                at,
+                topics=wanted,
+                rows_max=READ_ROWS,
+                bytes_max=self._pending_bytes_max,
+                until=until,
+                on_corrupt="skip",
             )
         except UnknownStream as error:
             return at, -1, [], [Skipped(str(stream), at, None, str(error), time.time())]

@@ -25,7 +25,7 @@ from holdfast.groups.leader import Leader
 from holdfast.groups.record import GroupRecord, claim_key, expired, loaded, progress_key, record_key, stored
 from holdfast.groups.registry import Registry
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
-from holdfast.groups.view import GroupView
+from holdfast.groups.view import GroupView, Head
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
 from holdfast.model import At, Batch, Beginning, Next, Start, Stream
 from holdfast.runtime.bus import LocalBus, PostgresBus
@@ -537,6 +537,35 @@ class GroupHost:
             raise HoldfastError(f"the leader of group {str(group)!r} did not answer within {ASK_SECONDS:.0f} s")
         finally:
             del self._asks[request]
+
+    async def describe(self, group: GroupId) -> GroupView:
+        """Who holds what. A leader that has just begun is given a moment to see its streams."""
+        give_up = time.monotonic() + 2
+        while True:
+            view = await self.ask(group, m.Describe())
+            assert view is not None
+            if view.pieces or view.finished or time.monotonic() > give_up:
+                return view
+            await asyncio.sleep(0.05)
+
+    async def heads_for(self, view: GroupView) -> dict[Stream, Head]:
+        """How far the streams go, and how old what the group has not acknowledged is."""
+        return await self._off(self._heads_for, view)  # type: ignore[no-any-return]
+
+    def _heads_for(self, view: GroupView) -> dict[Stream, Head]:
+        floors: dict[Stream, int] = {}
+        for piece, _, _, mark in view.pieces:
+            floors[piece.stream] = min(floors.get(piece.stream, mark.offset), mark.offset)
+        found = {}
+        for head in self.log.heads(LOG):
+            oldest = None
+            at = floors.get(head.stream, head.next_offset) + 1
+            if at < head.next_offset:
+                chunks = self.log.read(head.stream, at, rows_max=1, on_corrupt="skip").chunks
+                times = rows_of(chunks[0]).times if chunks else None
+                oldest = times[0] if isinstance(times, list) else None
+            found[head.stream] = Head(head.next_offset, head.sealed, oldest)
+        return found
 
     async def seek(self, group: GroupId, start: Start) -> None:
         offsets = await self._off(self.log.positions, LOG, start, group.filter)

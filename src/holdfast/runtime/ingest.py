@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -99,6 +100,7 @@ class Ingest:
         self._task: asyncio.Task[None] | None = None
         self.by_publisher = log.logs()[LOG] == "publisher"
         self.generation = log.generations(LOG)[-1]
+        self._writer = 0
         self.messages = 0
         self.commits = 0
 
@@ -201,8 +203,13 @@ class Ingest:
             if not self._wake.is_set():
                 self._idle.set()
 
+    def is_writing_here(self) -> bool:
+        """Is this the writer's own thread, in the middle of a commit?"""
+        return threading.get_ident() == self._writer
+
     def _commit(self, parts: dict[int, Batch], retained: list[Retained]) -> Appended:
         """On the writer's thread."""
+        self._writer = threading.get_ident()
         if self.by_publisher:
             appended = self._log.append_sharded(LOG, self.generation.number, parts, retained)
             if appended is not None:

@@ -88,7 +88,10 @@ class Node:
         self.dispatcher.start()
         self.groups.start()
         self.ingest.start()
-        self._watch = self.log.watch(lambda log: _from_thread(loop, self._hinted, log))
+        # Our own commits are dispatched by the ingest itself.
+        self._watch = self.log.watch(
+            lambda log: None if self.ingest.is_writing_here() else _from_thread(loop, self._hinted, log)
+        )
         for record in await self.keeper.call(self.keeper.load_all):
             self.stored[record.client_id] = record
             if record.connected:

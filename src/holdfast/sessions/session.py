@@ -491,10 +491,12 @@ class Session:
             return
         self.parked = True
         positions = {stream: self.position(stream, heads) for stream in {*heads, *self.behind}}
+        self.generation = newest = max((s.generation for s in heads), default=0)
         self.behind = {
-            stream: at for stream, at in positions.items() if not (stream in sealed and at >= heads.get(stream, 0))
+            stream: at
+            for stream, at in positions.items()
+            if stream.generation == newest or not (stream in sealed and at >= heads.get(stream, 0))
         }
-        self.generation = max((s.generation for s in heads), default=0)
         self._ready.clear()
         self.ready_rows = self.ready_bytes = 0
         # What was lent went back to its group: only the group delivers it again.
@@ -507,7 +509,8 @@ class Session:
 
     def unpark(self, heads: Mapping[Stream, int], now: float) -> None:
         """The client is back: streams with nothing new are live again, those that came meanwhile are behind."""
-        self.parked = False
+        was_parked, self.parked = self.parked, False
+        known = set(self.behind)
         for stream, at in list(self.behind.items()):
             if stream not in heads:
                 del self.behind[stream]
@@ -516,9 +519,12 @@ class Session:
                     self.skipped.append(Skipped(str(stream), at, None, "dropped by retention", now))
             elif at >= heads[stream]:
                 del self.behind[stream]
+        if not was_parked:
+            return
         for stream, head in heads.items():
-            if stream.generation > self.generation and head:
-                self.behind.setdefault(stream, 0)
+            # Of the generation that was the newest, too: its streams become known one by one.
+            if stream.generation >= self.generation and stream not in known and head:
+                self.behind[stream] = 0
 
     def next_to_read(self) -> Stream | None:
         """The stream to read from the log next: of the oldest generation that is behind, the first."""

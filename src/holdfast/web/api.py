@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Depends, FastAPI, Query, Request, Response
@@ -15,13 +15,16 @@ from pydantic import BaseModel, Field
 
 from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal
+from holdfast.effects import GroupId
 from holdfast.errors import HoldfastError, RequestError, StoreError, UnknownStream
-from holdfast.model import parse_start
+from holdfast.groups import messages as messages_of_groups
+from holdfast.groups.shares import check_group_name
+from holdfast.model import At, Start, Stream, now_micros, parse_start
 from holdfast.mqtt.properties import decode_publish
 from holdfast.runtime.ingest import LOG
 from holdfast.runtime.node import Node
 from holdfast.sessions.session import Session
-from holdfast.topics import check_topic
+from holdfast.topics import check_filter, check_topic
 
 
 class Publish(BaseModel):
@@ -32,6 +35,35 @@ class Publish(BaseModel):
     payload_base64: str | None = None
     qos: int = Field(default=1, ge=0, le=2)
     retain: bool = False
+
+
+class NewGroup(BaseModel):
+    """A group to declare."""
+
+    name: str
+    filter: str
+    start: str = "latest"
+    order: Literal["strict", "parallel"] = "strict"
+    ack_timeout_seconds: float | None = Field(default=None, gt=0)
+    attempts_max: int | None = Field(default=None, ge=1)
+    idle_seconds_max: float | None = Field(default=None, gt=0)
+
+
+class SeekTo(BaseModel):
+    """Where a group is to go on: beginning, latest, a time, offset:N, or offsets by stream."""
+
+    to: str | dict[str, int]
+
+    def start(self) -> Start:
+        if isinstance(self.to, str):
+            return parse_start(self.to)
+        return At({Stream.parse(name): offset for name, offset in self.to.items()})
+
+
+class Pause(BaseModel):
+    """Stop lending, or go on."""
+
+    paused: bool = True
 
 
 class NotAllowed(HoldfastError):
@@ -68,7 +100,7 @@ def make_app(node: Node) -> FastAPI:
 
         return Depends(check)
 
-    reader, publisher = role("reader"), role("publisher")
+    reader, publisher, admin = role("reader"), role("publisher"), role("admin")
 
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
@@ -111,6 +143,44 @@ def make_app(node: Node) -> FastAPI:
     ) -> Response:
         found = ops.messages(node.log, LOG, filter, parse_start(start), limit)
         return _json({"messages": [_message(row) for row in found]})
+
+    @app.get("/api/v1/groups")
+    async def groups(_: Identity = reader) -> Response:
+        return _json({"groups": [ops.group_row(record) for record in await node.groups.groups()]})
+
+    @app.post("/api/v1/groups")
+    async def create_group(wanted: NewGroup, _: Identity = admin) -> Response:
+        group = GroupId(check_group_name(wanted.name), check_filter(wanted.filter))
+        record = await node.groups.declare(
+            group,
+            parse_start(wanted.start),
+            wanted.order,
+            wanted.ack_timeout_seconds,
+            wanted.attempts_max,
+            wanted.idle_seconds_max,
+        )
+        return _json(ops.group_row(record), 201)
+
+    @app.get("/api/v1/groups/{group:path}")
+    async def group_whole(group: str, _: Identity = reader) -> Response:
+        view = await node.groups.describe(GroupId.parse(group))
+        heads = await node.groups.heads_for(view)
+        return _json(ops.group_whole(view, heads, now_micros()))
+
+    @app.delete("/api/v1/groups/{group:path}")
+    async def delete_group(group: str, _: Identity = admin) -> Response:
+        await node.groups.ask(GroupId.parse(group), messages_of_groups.Delete())
+        return _json({"deleted": group})
+
+    @app.post("/api/v1/groups/{group:path}/seek")
+    async def seek_group(group: str, wanted: SeekTo, _: Identity = admin) -> Response:
+        await node.groups.seek(GroupId.parse(group), wanted.start())
+        return _json({"group": group, "to": wanted.to})
+
+    @app.post("/api/v1/groups/{group:path}/pause")
+    async def pause_group(group: str, wanted: Pause, _: Identity = admin) -> Response:
+        await node.groups.ask(GroupId.parse(group), messages_of_groups.SetPaused(wanted.paused))
+        return _json({"group": group, "paused": wanted.paused})
 
     @app.get("/api/v1/sessions")
     async def sessions(_: Identity = reader) -> Response:
