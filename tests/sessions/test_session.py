@@ -398,8 +398,8 @@ def test_coming_back_with_nothing_new_is_being_live():
 def test_a_finalised_stream_that_was_read_to_its_end_leaves_nothing_behind():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 3, stream=OTHER))
-    session.park({S: 5, OTHER: 3}, sealed={S, OTHER})
-    assert session.behind == {OTHER: 0}
+    session.park({S: 5, OTHER: 3, NEXT_S: 0}, sealed={S, OTHER})
+    assert session.behind == {OTHER: 0, NEXT_S: 0}
 
 
 def test_a_generation_that_began_while_the_client_was_away_is_read_from_its_beginning():
@@ -415,6 +415,14 @@ def test_parking_twice_forgets_no_generation_that_came_in_between():
     session.park({S: 6, NEXT_S: 3}, sealed={S})  # a connection that was gone before it was welcomed
     session.unpark({S: 6, NEXT_S: 3}, now=0.0)
     assert session.behind == {S: 5, NEXT_S: 0}
+
+
+def test_a_stream_of_the_newest_generation_that_was_not_known_yet_is_read_from_its_beginning():
+    session = subscribed("#")
+    session.park({S: 5, NEXT_S: 2}, sealed={S})
+    late = Stream("messages", 1, 2)
+    session.unpark({S: 5, NEXT_S: 2, late: 3}, now=0.0)
+    assert session.behind == {late: 0}
 
 
 def test_dropped_by_retention_while_away_is_recorded():
