@@ -11,14 +11,14 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import psycopg
 
-from holdfast.effects import Address, GroupId
-from holdfast.errors import StoreError
-from holdfast.groups import messages as m
+from holdfast.effects import Address
+from holdfast.errors import RequestError, StoreError
+from holdfast.groups import wire
 from holdfast.store.postgres import PostgresStore
 
 logger = logging.getLogger("holdfast.bus")
@@ -27,29 +27,16 @@ CHANNEL = "holdfast_bus"
 POLL_SECONDS = 0.5
 STALE_SECONDS = 30
 
-_TYPES = {kind.__name__: kind for kind in get_args(m.GroupMessage)}
-_REQUESTS = {kind.__name__: kind for kind in get_args(m.Request)}
-
 Deliver = Callable[[Address, Any], None]
 
 
 def encode(to: Address, message: Any) -> bytes:
-    body: dict[str, Any] = {"to": to, "type": type(message).__name__}
-    if isinstance(message, m.Ask):
-        body["what"] = type(message.what).__name__
-    return msgspec.json.encode(body | {"message": message})
+    return msgspec.json.encode((to, msgspec.Raw(wire.encode(message))))
 
 
 def decode(data: bytes) -> tuple[Address, Any]:
-    outer = msgspec.json.decode(data)
-    kind = _TYPES[outer["type"]]
-    to = Address(*outer["to"])
-    if kind is m.Ask:
-        inner = outer["message"]
-        what = msgspec.convert(inner["what"], _REQUESTS[outer["what"]])
-        reply_to, group = msgspec.convert((inner["reply_to"], inner["group"]), tuple[Address, GroupId])
-        return to, m.Ask(inner["request"], reply_to, group, what)
-    return to, msgspec.convert(outer["message"], kind)
+    to, message = msgspec.json.decode(data, type=tuple[Address, msgspec.Raw])
+    return to, wire.decode(bytes(message))
 
 
 class LocalBus:
@@ -137,7 +124,7 @@ class PostgresBus:
         for body in bodies:
             try:
                 to, message = decode(body)
-            except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+            except (msgspec.MsgspecError, RequestError) as error:
                 logger.error("a control message cannot be read: %s", error)
                 continue
             self.deliver(to, message)

@@ -95,10 +95,10 @@ class Driver:
         if not self.alive:
             return
         if answer is not None:
-            self._inbox.appendleft(answer)
-        elif self._effects(effects, at) is not None:
-            return
-        self._run()
+            # Before anything else, even the clock: the machine must not go on believing it was saved.
+            effects, at = self.machine.handle(answer, time.monotonic()), 0
+        if self._effects(effects, at) is None:
+            self._run()
 
     def _arm(self) -> None:
         deadline = self.machine.deadline

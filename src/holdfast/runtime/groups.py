@@ -85,6 +85,7 @@ class GroupHost:
         self._leases: dict[int, Lease] = {}
         self._asks: dict[str, asyncio.Future[m.Answer]] = {}
         self._thread = ThreadPoolExecutor(2, "holdfast-groups")
+        self._looker = ThreadPoolExecutor(1, "holdfast-streams")
         self._last_words: asyncio.Event | None = None
 
     def start(self) -> None:
@@ -101,6 +102,8 @@ class GroupHost:
     async def stop(self) -> None:
         """Members have been closed; leaders hand over what they know, then the lease is given back."""
         self._last_words = asyncio.Event()
+        for driver in list(self.leaders.values()):
+            driver.on(ev.Retreat(1.0))
         self._forget_finished()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._last_words.wait(), 2)
@@ -113,6 +116,7 @@ class GroupHost:
             except HoldfastError as error:
                 logger.info("the lease will end by itself: %s", error)
         self._thread.shutdown(cancel_futures=True)
+        self._looker.shutdown(cancel_futures=True)
 
     def _off(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         """On a thread: the store may take its time."""
@@ -252,12 +256,13 @@ class GroupHost:
             case fx.Load(group):
                 self._answer(driver, self._load, group)
             case fx.WatchStreams():
-                self._answer(driver, self._streams_seen)
+                self._look(driver)
             case fx.Retire(group, epoch, clean):
                 driver.stop()
                 if self.leaders.get(str(group)) is driver:
                     del self.leaders[str(group)]
                     self.registry.on(ev.LeaderRetired(group, epoch, clean))
+                    self._forget_finished()
         return None
 
     def _save(self, save: fx.Save) -> Any:
@@ -299,7 +304,21 @@ class GroupHost:
     def streams_changed(self) -> None:
         """A generation was sealed, opened or dropped."""
         for driver in list(self.leaders.values()):
-            self._answer(driver, self._streams_seen)
+            self._look(driver)
+
+    def _look(self, driver: Driver) -> None:
+        """On one thread for all: the news must not overtake each other."""
+        looking = asyncio.get_running_loop().run_in_executor(self._looker, self._streams_seen)
+        looking.add_done_callback(lambda done: self._looked(driver, done))
+
+    def _looked(self, driver: Driver, done: asyncio.Future[ev.StreamsSeen]) -> None:
+        if done.cancelled():
+            return
+        if done.exception() is None:
+            driver.on(done.result())
+        else:
+            logger.warning("the streams cannot be seen: %s", done.exception())
+            asyncio.get_running_loop().call_later(0.5, self._look, driver)
 
     # -- sessions ----------------------------------------------------------------------------------------
 
@@ -341,7 +360,7 @@ class GroupHost:
             if member.closed and member.agent.empty:
                 del self.members[name]
                 member.driver.stop()
-        if self._last_words is not None and not self.members:
+        if self._last_words is not None and not self.members and not self.leaders:
             self._last_words.set()
 
     def report(self, connection: Connection, member: Membership | None = None) -> None:
