@@ -65,10 +65,11 @@ class Bench:
     def note(self, what: str, text: str) -> None:
         print(f"   {what:<58} {text}")
 
-    def shares(self, before: float, seconds: float, generators: float) -> None:
-        """Who used the processors meanwhile."""
+    def shares(self, before: float, seconds: float, generators: float, count: int) -> None:
+        """Who used the processors meanwhile; where others work too, what a processor second buys says most."""
         used = self.broker.cpu_seconds() - before
-        self.note("", f"processors used: broker {used / seconds:.2f}, generators {generators / seconds:.2f}")
+        each = f"{count / used:,.0f} messages per processor second of the broker" if used else "broker unknown"
+        self.note("", f"processors used: broker {used / seconds:.2f}, generators {generators / seconds:.2f}; {each}")
 
 
 def flat_out(what: Load, count: int) -> load.Published:
@@ -85,7 +86,7 @@ def bench_publish(bench: Bench) -> bool:
         before = bench.broker.cpu_seconds()
         done = flat_out(bench.load(), bench.options.messages)
         rates.append(done.rate)
-        bench.shares(before, done.end - done.begin, done.cpu_seconds)
+        bench.shares(before, done.end - done.begin, done.cpu_seconds, done.count)
     bench.note("rounds", spread(rates, "publishes/s"))
     return result("acknowledged publishes", middle(rates), "publishes/s", at_least=150_000)
 
@@ -106,7 +107,7 @@ def bench_deliver(bench: Bench) -> bool:
         seconds = received.end - published.begin
         rates.append(count / seconds)
         publishes.append(published.rate)
-        bench.shares(before, seconds, published.cpu_seconds + received.cpu_seconds)
+        bench.shares(before, seconds, published.cpu_seconds + received.cpu_seconds, count)
     bench.note("rounds", spread(rates, "deliveries/s"))
     result("  publishes acknowledged meanwhile", middle(publishes), "publishes/s")
     return result("end to end, first publish to last delivery", middle(rates), "deliveries/s", at_least=100_000)
@@ -125,7 +126,7 @@ def bench_drain(bench: Bench) -> bool:
     subscriber.go()
     received = subscriber.result()
     seconds = received.end - received.begin
-    bench.shares(before, seconds, received.cpu_seconds)
+    bench.shares(before, seconds, received.cpu_seconds, count)
     load.end_session(what, client)
     return result("backlog drained, CONNECT to last delivery", count / seconds, "deliveries/s", at_least=200_000)
 
@@ -161,7 +162,7 @@ def bench_latency(bench: Bench) -> bool:
     paced, received = publishers.result(), subscriber.result()
     bench.note("publish to delivery", spread(received.latency_seconds, "µs", 1e6))
     bench.note("the generator was late by", spread(paced.late_seconds, "µs", 1e6))
-    bench.shares(before, paced.seconds, received.cpu_seconds)
+    bench.shares(before, paced.seconds, received.cpu_seconds, count)
     return result("publish to delivery at 10,000/s, p99", at(received.latency_seconds, 0.99) * 1e3, "ms", at_most=20)
 
 
@@ -181,7 +182,7 @@ def bench_fanout(bench: Bench) -> bool:
         published, fanned = publishers.result(), receivers.result()
         seconds = fanned.end - published.begin
         bench.note(f"QoS {qos}, one message alone to all {subscribers:,}", spread(fanned.one_seconds, "µs", 1e6))
-        bench.shares(before, seconds, published.cpu_seconds + fanned.cpu_seconds)
+        bench.shares(before, seconds, published.cpu_seconds + fanned.cpu_seconds, fanned.deliveries)
         target = {"at_least": 200_000.0} if qos else {}
         ok &= result(f"fan-out to {subscribers:,}, QoS {qos}", fanned.deliveries / seconds, "deliveries/s", **target)
     return ok

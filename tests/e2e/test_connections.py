@@ -53,6 +53,16 @@ def test_a_breach_ends_that_connection_and_no_other(node: Node, connect: Connect
     assert bystander.next().payload == b"still here"
 
 
+def test_a_packet_over_the_servers_maximum_is_refused_before_it_has_arrived(
+    node: Node, name: str, version: int
+) -> None:
+    with Raw(node.mqtt_port, version) as raw:
+        raw.connect(name)
+        raw.sock.sendall(b"\x30\xff\xff\xff\x7f")  # a PUBLISH of 256 MB, of which nothing follows
+        said = raw.ended()
+        assert said[:1] + said[2:3] == (b"\xe0\x95" if version == V5 else b"")  # packet too large
+
+
 def test_nothing_but_connect_comes_first(node: Node, version: int) -> None:
     with Raw(node.mqtt_port, version) as raw:
         raw.send(0xC0)

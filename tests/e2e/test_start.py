@@ -41,6 +41,14 @@ def test_beginning_on_request(connect: Connect, name: str, library: str, session
     assert [message.text for message in client.take(31)] == [str(n) for n in range(31)]
 
 
+def test_an_offset_on_request(connect: Connect, name: str, session: dict[str, object]) -> None:
+    client = connect(name, V5, **session)
+    for n in range(5):
+        client.publish(name, str(n))
+    client.subscribe(name, 1, properties=start("offset:0"))
+    assert [message.text for message in client.take(5)] == [str(n) for n in range(5)]
+
+
 def test_latest_on_request(connect: Connect, name: str) -> None:
     client = connect(name)
     client.publish(name, b"before")

@@ -8,7 +8,7 @@ import pytest
 
 from e2e.clients import V5, Client, Message, Will
 from e2e.conftest import Connect, durable
-from e2e.raw import Raw
+from e2e.raw import Raw, text
 from node import Node
 from processes import wait_for
 
@@ -296,6 +296,15 @@ def test_acknowledgements_say_what_became_of_it(connect: Connect, name: str) -> 
     assert client.publish(f"{name}/nobody", b"x") in (0, no_matching_subscribers)
     assert client.subscribe(f"{name}/#", 2) == 2
     assert client.publish(f"{name}/me", b"x", 2) == 0
+
+
+def test_unsubscribing_says_whether_there_was_anything(node: Node, name: str) -> None:
+    with Raw(node.mqtt_port, V5) as raw:
+        raw.connect(name)
+        raw.subscribe(f"{name}/a")
+        raw.send(0xA2, b"\x00\x02\x00" + text(f"{name}/a") + text(f"{name}/never"))
+        no_subscription_existed = 0x11
+        assert raw.read() == (0xB0, b"\x00\x02\x00" + bytes([0, no_subscription_existed]))
 
 
 def test_the_connack_names_the_limits(connect: Connect, name: str) -> None:
