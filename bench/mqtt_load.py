@@ -281,6 +281,7 @@ class Paced:
     """From the moment a publish was handed to the kernel to its acknowledgement, in order."""
     late_seconds: Sequence[float]
     """How long after its time each publish left: what the generator itself adds."""
+    cpu_seconds: float
 
 
 def publish_paced(pipe: Connection, load: Load, count: int, per_second: float) -> Paced:
@@ -296,7 +297,7 @@ def publish_paced(pipe: Connection, load: Load, count: int, per_second: float) -
     ack_seconds: list[float] = []
     late: list[float] = []
     rendezvous(pipe)
-    begin = time.monotonic()
+    begin, cpu = time.monotonic(), time.process_time()
     give_up = begin + load.seconds_max
     sent = 0
     while len(ack_seconds) < count:
@@ -324,11 +325,11 @@ def publish_paced(pipe: Connection, load: Load, count: int, per_second: float) -
                 acked[who] += 1
         if time.monotonic() > give_up:
             raise Wrong(f"{len(ack_seconds):,} of {count:,} publishes acknowledged in {load.seconds_max} s")
-    seconds = time.monotonic() - begin
+    seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
     for sock in socks:
         sock.setblocking(True)
         disconnect(sock)
-    return Paced(count, seconds, ack_seconds, late)
+    return Paced(count, seconds, ack_seconds, late, cpu)
 
 
 # -- receiving --------------------------------------------------------------------------------------------------
