@@ -92,6 +92,8 @@ class SessionMachine(RuleBasedStateMachine):
         self.dispatch(data.draw(st.sampled_from(sorted(self.log))), room)
 
     def dispatch(self, stream: Stream, room: bool = True) -> None:
+        for older in [s for s in self.log if s.generation < stream.generation]:
+            self.heads.setdefault(older, 0)  # a node hears of generations in their order
         first, past = self.heads.setdefault(stream, 0), len(self.log[stream])
         self.heads[stream] = past
         session = self.session
