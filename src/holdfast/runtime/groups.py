@@ -410,7 +410,9 @@ class GroupHost:
                 if (subscription := member.subscriptions.get(group)) is not None:
                     subscription.born = born
             case fx.Ended(_, group, deleted):
-                member.subscriptions.pop(group, None)
+                # After a quick unsubscribe and subscribe the next borrower is at work already.
+                if all(borrower.group != group for borrower in member.agent.borrowers.values()):
+                    member.subscriptions.pop(group, None)
                 asyncio.get_running_loop().call_soon(self._forget_finished)
                 if deleted:
                     self.node.group_deleted(member.connection, member.session, group)

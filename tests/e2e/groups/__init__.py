@@ -1,0 +1,1 @@
+"""Shared groups against real nodes: real processes, real clients, real crashes."""
