@@ -31,6 +31,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return _Skipped.from_parent(parent, path=module_path) if MISSING else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long runs only where they are asked for (`-m soak`)."""
+    if not config.getoption("-m"):
+        long = [item for item in items if HERE in item.path.parents and item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     from holdfast.spark import session

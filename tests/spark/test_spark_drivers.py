@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,10 +50,8 @@ def process(*command: str | Path, **environment: str) -> Iterator[subprocess.Pop
 
 
 def kill(started: subprocess.Popen[str]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(started.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     started.wait(30)
     if started.stdout is not None:
         started.stdout.close()
@@ -92,9 +90,10 @@ def test_a_driver_killed_ten_times(fleet: Fleet, tmp_path: Path, soon: Soon) -> 
     kill_rounds(fleet, tmp_path / "checkpoint", 10, soon, seed=int(time.time()))
 
 
-def test_a_real_cluster(fleet: Fleet, tmp_path: Path, soon: Soon) -> None:
-    if not fleet.url.startswith("postgresql"):
-        pytest.skip("a cluster's workers share a PostgreSQL; SQLite is the other test's")
+def test_a_real_cluster(postgres_url: str, tmp_path: Path) -> None:
+    from conftest import Fleet
+
+    fleet = Fleet(postgres_url)
     fleet.publish(5000)
     folder = tmp_path / "shared"
     folder.mkdir()
@@ -127,6 +126,7 @@ def test_a_real_cluster(fleet: Fleet, tmp_path: Path, soon: Soon) -> None:
     assert len(list((folder / "attempts-3").iterdir())) > 1, "no speculative attempt was made"
     assert Manifest(fleet.log).totals("messages")[1] == 5000
     assert [g.number for g in fleet.log.generations("messages")] == [2]
+    fleet.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -181,6 +182,7 @@ def _package() -> Path:
     """Holdfast itself as a zip file, for executors that do not have it installed."""
     source = Path(__file__).resolve().parent.parent.parent
     target = cache_folder() / f"holdfast-{os.getpid()}.zip"
+    atexit.register(target.unlink, missing_ok=True)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for package in ("holdfast", "pyspark_holdfast"):
             for path in sorted((source / package).rglob("*")):
