@@ -149,7 +149,7 @@ class Election:
         if self.lease_state is not LeaseState.HELD or lease != self.lease:
             return []
         self._move_lease(LeaseState.NONE)
-        self._renew_at, self._renewing, self.trusted_until = inf, False, -inf
+        self.lease, self._renew_at, self._renewing, self.trusted_until = 0, inf, False, -inf
         effects: list[RegistryEffect] = []
         for candidacy in list(self.claims.values()):
             if candidacy.state is ClaimState.HELD:
@@ -169,7 +169,7 @@ class Election:
     def on_claimed(self, group: GroupId, lease: int, epoch: int) -> Candidacy | Resign:
         """Ours; or, if it was made under a lease that we no longer hold or is not wanted, to be given back."""
         candidacy = self.claims.get(group)
-        if candidacy is None or candidacy.state is not ClaimState.CLAIMING or lease != self.lease:
+        if candidacy is None or not candidacy.asked or lease != self.lease:
             return Resign(group, epoch)
         candidacy.asked, candidacy.epoch = False, epoch
         self._move(candidacy, ClaimState.HELD)

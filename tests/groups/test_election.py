@@ -1,0 +1,166 @@
+"""Who leads: one lease per node, one claim per group, and a registry that finds or starts the leader."""
+
+from __future__ import annotations
+
+import pytest
+from group_machines import COURSE, GROUP, A, B, home, piece, ping, sent, tick, wanted
+
+from holdfast.effects import (
+    Address,
+    Claim,
+    GroupId,
+    Mark,
+    OpenLease,
+    RenewLease,
+    Resign,
+    Send,
+    StartLeader,
+    StopLeader,
+    TrustUntil,
+)
+from holdfast.errors import BrokenInvariant
+from holdfast.groups.election import ClaimState, Election
+from holdfast.groups.events import (
+    TICK,
+    Claimed,
+    ClaimFailed,
+    LeaderRetired,
+    LeaseFailed,
+    LeaseLost,
+    LeaseOpened,
+    LeaseRenewed,
+    Taken,
+)
+from holdfast.groups.messages import Carried, Disconnect, Invalidate, LeaderWanted, UpdateProgress
+from holdfast.groups.registry import Registry
+from holdfast.groups.settings import ElectionSettings
+
+HERE = Address("n2", "leader", str(GROUP))
+THERE = Address("n9", "leader", str(GROUP))
+
+
+def registry() -> Registry:
+    return Registry("n2", ElectionSettings())
+
+
+def leading(now: float = 0.0) -> Registry:
+    """A registry whose node leads the group, at epoch 5, under lease 3."""
+    machine = registry()
+    machine.handle(wanted(A, now), now)
+    machine.handle(LeaseOpened(3, now), now)
+    machine.handle(Claimed(GROUP, 3, 5), now)
+    return machine
+
+
+def test_the_first_question_makes_it_claim_the_group() -> None:
+    machine = registry()
+    assert machine.handle(wanted(A, 0.0), 0.0) == [OpenLease(0.0, 5.0)]
+    assert machine.handle(wanted(B, 0.0), 0.0) == []
+    assert machine.handle(LeaseOpened(3, 0.0), 0.1) == [Claim(GROUP, 3)]
+    effects = machine.handle(Claimed(GROUP, 3, 5), 0.2)
+    assert effects[0] == StartLeader(GROUP, 5, trusted_until=4.5), "counted from when the lease was asked for"
+    assert {m.member for m in sent(effects, LeaderWanted)} == {A, B}
+    assert machine.handle(wanted(A, 1.0), 1.0) == [Send(HERE, wanted(A, 1.0))]
+
+
+def test_of_many_nodes_one_leads_and_the_others_pass_on() -> None:
+    machine = registry()
+    machine.handle(wanted(A, 0.0), 0.0)
+    machine.handle(LeaseOpened(3, 0.0), 0.0)
+    assert machine.handle(Taken(GROUP, "n9", 5), 0.1) == [Send(THERE, wanted(A, 0.0))]
+    assert machine.handle(wanted(B, 0.15), 0.15) == [Send(THERE, wanted(B, 0.15))], "it remembers, for a moment"
+    assert machine.handle(wanted(B, 9.0), 9.0) == [Claim(GROUP, 3)], "and then looks again"
+
+
+def test_what_another_node_passed_on_is_not_passed_on_again() -> None:
+    machine = registry()
+    machine.handle(wanted(A, 0.0), 0.0)
+    machine.handle(LeaseOpened(3, 0.0), 0.0)
+    machine.handle(Taken(GROUP, "n9", 5), 0.1)
+    foreign = LeaderWanted(A, Address("n9", "agent", "a/1"), GROUP, "b", 0.0)
+    assert machine.handle(foreign, 0.12) == [Claim(GROUP, 3)]
+    assert machine.handle(Taken(GROUP, "n9", 5), 0.13) == []
+
+
+def test_the_lease_is_renewed_well_inside_it() -> None:
+    machine = leading()
+    assert tick(machine, 1.5) == [RenewLease(3, 1.5)]
+    assert machine.handle(LeaseRenewed(3, 1.5), 1.6) == [TrustUntil(6.0)]
+    assert tick(machine, 3.0) == [RenewLease(3, 3.0)]
+
+
+def test_a_renewal_that_fails_is_tried_again_and_trust_is_not_extended() -> None:
+    machine = leading()
+    tick(machine, 1.5)
+    assert machine.handle(LeaseFailed(), 1.8) == []
+    assert tick(machine, 2.1) == [RenewLease(3, pytest.approx(2.1))]
+    assert machine.election.trusted_until == 4.5
+
+
+def test_a_lost_lease_stops_every_leader() -> None:
+    machine = leading()
+    other = GroupId("h", "#")
+    machine.handle(LeaderWanted(A, home(A), other, "b", 0.0), 0.0)
+    machine.handle(Claimed(other, 3, 6), 0.0)
+    assert machine.handle(LeaseLost(3), 7.0) == [StopLeader(GROUP, 5), StopLeader(other, 6)]
+    assert machine.handle(wanted(A, 7.1), 7.1) == [OpenLease(7.1, 5.0)]
+
+
+def test_a_claim_made_under_a_lease_that_is_lost_is_given_back() -> None:
+    machine = registry()
+    machine.handle(wanted(A, 0.0), 0.0)
+    machine.handle(LeaseOpened(3, 0.0), 0.0)
+    machine.handle(LeaseLost(3), 6.0)
+    assert machine.handle(Claimed(GROUP, 3, 5), 6.1) == [Resign(GROUP, 5)]
+
+
+def test_a_leader_that_went_cleanly_is_followed_at_once() -> None:
+    machine = leading()
+    assert machine.handle(LeaderRetired(GROUP, 5, clean=True), 1.0) == [Resign(GROUP, 5)]
+    assert machine.handle(wanted(A, 1.1), 1.1) == [Claim(GROUP, 3)]
+
+
+def test_a_leader_that_broke_down_is_followed_when_its_loans_have_ended() -> None:
+    machine = leading()
+    assert machine.handle(LeaderRetired(GROUP, 5, clean=False), 1.0) == []
+    assert machine.handle(wanted(A, 1.1), 1.1) == [], "nobody leads meanwhile"
+    machine.handle(TICK, 1.5)
+    machine.handle(LeaseRenewed(3, 1.5), 1.5)
+    machine.handle(TICK, 3.0)
+    machine.handle(LeaseRenewed(3, 3.0), 3.0)
+    assert machine.handle(TICK, 4.5) == [RenewLease(3, 4.5), Resign(GROUP, 5), Claim(GROUP, 3)]
+
+
+def test_questions_outlive_a_store_that_is_away() -> None:
+    machine = registry()
+    machine.handle(wanted(A, 0.0), 0.0)
+    assert machine.handle(LeaseFailed(), 0.3) == []
+    assert tick(machine, 0.7) == [OpenLease(pytest.approx(0.6), 5.0)]
+    machine.handle(LeaseOpened(3, 0.6), 0.7)
+    machine.handle(ClaimFailed(GROUP), 1.0)
+    assert machine.handle(wanted(A, 1.1), 1.1) == [Claim(GROUP, 3)]
+
+
+def test_words_to_a_leader_that_is_not_here() -> None:
+    machine = registry()
+    assert machine.handle(ping(A, 0.0), 0.0) == [Send(home(A), Invalidate(A))]
+    assert machine.handle(UpdateProgress(A, 7, ()), 0.0) == []
+    assert machine.handle(Disconnect(A, home(A), GROUP, "b"), 0.0) == [], "nothing to tell: no election for that"
+    carried = (Carried(piece(0), COURSE, Mark(3)),)
+    assert machine.handle(Disconnect(A, home(A), GROUP, "b", carried), 0.0) == [OpenLease(0.0, 5.0)]
+
+
+def test_the_claim_of_this_nodes_earlier_run_is_waited_for() -> None:
+    machine = registry()
+    machine.handle(wanted(A, 0.0), 0.0)
+    machine.handle(LeaseOpened(3, 0.0), 0.0)
+    assert machine.handle(Taken(GROUP, "n2", 2), 0.1) == []
+    assert machine.waiting == {}
+
+
+def test_an_illegal_move_tells_its_story() -> None:
+    election = Election("n2", ElectionSettings())
+    election.claim(GROUP, 0.0)
+    with pytest.raises(BrokenInvariant) as failure:
+        election._move(election.claims[GROUP], ClaimState.COOLING)
+    assert "CLAIMING -> COOLING" in str(failure.value)

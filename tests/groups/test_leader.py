@@ -1,0 +1,444 @@
+"""A leader, move by move: what it lends, keeps, saves and answers."""
+
+from __future__ import annotations
+
+import pytest
+from group_machines import (
+    COURSE,
+    GROUP,
+    A,
+    B,
+    C,
+    accept,
+    find,
+    home,
+    join,
+    kinds,
+    leader,
+    owners,
+    piece,
+    ping,
+    progress,
+    saves,
+    sent,
+    stream,
+    tick,
+    wanted,
+)
+
+from holdfast.effects import Address, Load, Mark, MemberId, Piece, Retire, Save, WatchStreams
+from holdfast.errors import BrokenInvariant
+from holdfast.groups.events import (
+    TICK,
+    Deposed,
+    Loaded,
+    Retreat,
+    SaveFailed,
+    StreamInfo,
+    StreamsSeen,
+    Trusted,
+)
+from holdfast.groups.leader import Leader
+from holdfast.groups.loans import LEGAL, LoanBook, LoanStatus
+from holdfast.groups.messages import (
+    Answer,
+    Ask,
+    Carried,
+    Delete,
+    Describe,
+    Disconnect,
+    Disconnected,
+    Grant,
+    Invalidate,
+    LeaderConnectResponse,
+    LeaseStreams,
+    PingResponse,
+    Report,
+    Revoke,
+    Revoked,
+    RevokeFinished,
+    Seek,
+    SetPaused,
+    UpdateProgress,
+    UpdateStreams,
+)
+from holdfast.groups.progress import StreamProgress
+from holdfast.groups.record import GroupRecord
+from holdfast.groups.settings import LeaderSettings
+
+ASKER = Address("n3", "asker", "r")
+
+
+def give_back(machine: Leader, revoke: Revoke, now: float, offset: int = -1) -> list[object]:
+    """Answer a revoke to the end; everything the leader said meanwhile."""
+    report = Report(revoke.piece, revoke.loan, Mark(offset), final=True)
+    effects = machine.handle(UpdateProgress(revoke.member, 7, (report,)), now)
+    effects += tick(machine, now + 0.01)
+    effects += machine.handle(RevokeFinished(revoke.member, 7, revoke.piece, revoke.loan), now + 0.02)
+    return [*effects, *tick(machine, now + 0.05)]
+
+
+# ------------------------------------------------------------------------------------------ lending
+
+
+def test_the_first_member_gets_everything_the_second_half_of_it() -> None:
+    machine = leader(4)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    assert set(owners(machine).values()) == {A}
+    effects = join(machine, B, 2.0)
+    assert len(sent(effects, Revoke)) == 2
+    assert not sent(effects, Grant), "nothing is lent twice"
+    for revoke in sent(effects, Revoke):
+        accept(machine, give_back(machine, revoke, 2.2), 2.3)
+    assert sorted(owners(machine).values()) == [A, A, B, B]
+
+
+def test_it_says_that_it_has_lent_before_it_lends() -> None:
+    effects = join(leader(1), A, 1.0)
+    names = kinds(effects)
+    assert names.index("Save") < names.index("Grant")
+    assert saves(effects)[0].record.lent
+
+
+def test_a_grant_is_repeated_until_progress_arrives() -> None:
+    machine = leader(1)
+    [first] = sent(join(machine, A, 1.0), Grant)
+    assert sent(tick(machine, 2.2), Grant) == [first, first]
+    machine.handle(progress(A, first, -1), 2.3)
+    machine.handle(ping(A, 2.3), 2.3)
+    assert sent(tick(machine, 4.0), Grant) == []
+
+
+def test_final_progress_is_saved_before_it_is_confirmed() -> None:
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    [revoke] = sent(join(machine, B, 1.2), Revoke)
+    report = Report(revoke.piece, revoke.loan, Mark(8, ((10, 11),)), final=True)
+    assert machine.handle(UpdateProgress(A, 7, (report,)), 1.3) == []
+    effects = tick(machine, 1.4)
+    assert kinds(effects)[:2] == ["Save", "Revoked"]
+    assert effects[0].progress[0].mark(revoke.piece) == Mark(8, ((10, 11),))
+
+
+def test_a_save_that_failed_is_made_before_anything_is_confirmed_again() -> None:
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    [revoke] = sent(join(machine, B, 1.2), Revoke)
+    report = Report(revoke.piece, revoke.loan, Mark(8), final=True)
+    machine.handle(UpdateProgress(A, 7, (report,)), 1.3)
+    tick(machine, 1.31)
+    machine.handle(SaveFailed(), 1.32)
+    effects = tick(machine, 2.0)
+    names = kinds(effects)
+    assert "Revoked" in names
+    assert names.index("Save") < names.index("Revoked")
+    assert saves(effects)[0].progress[0].mark(revoke.piece) == Mark(8)
+
+
+def test_one_member_that_does_not_answer_holds_up_its_own_streams_only() -> None:
+    machine = leader(4)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    first, second = sent(join(machine, B, 1.2), Revoke)
+    effects = give_back(machine, first, 1.3, offset=3)
+    assert [(g.piece, g.mark) for g in sent(effects, Grant)] == [(first.piece, Mark(3))]
+    assert machine.book.entries[second.piece].status is LoanStatus.REVOKING
+
+
+def test_a_member_that_never_ends_a_revoke_is_sent_away() -> None:
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    join(machine, B, 1.2)
+    now = 1.3
+    while now < 25.0:
+        effects = [*machine.handle(ping(A, now), now), *machine.handle(ping(B, now), now), *tick(machine, now)]
+        if sent(effects, Invalidate):
+            break
+        now += 0.5
+    assert sent(effects, Invalidate) == [Invalidate(A)]
+    assert 16.0 < now < 18.0, "the revoke's time, and twice the ping timeout"
+    for later in (now + 2, now + 4):
+        machine.handle(ping(B, later), later)
+        tick(machine, later)
+    assert A not in machine.seats
+
+
+def test_a_silent_member_loses_its_streams_after_the_timeout_and_a_margin() -> None:
+    machine = leader(1)
+    [first] = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(progress(A, first, 5), 1.2)
+    machine.handle(wanted(B, 3.0), 3.0)
+    tick(machine, 4.2)
+    assert owners(machine) == {piece(0): A}
+    effects = tick(machine, 4.5)
+    [lent] = [g for g in sent(effects, Grant) if g.member == B]
+    assert lent.mark == Mark(5)
+    assert lent.loan > first.loan
+
+
+def test_it_promises_no_more_than_its_own_lease_allows() -> None:
+    machine = Leader(GROUP, 7, "n1", LeaderSettings(), 10.0, 0.0)
+    machine.handle(TICK, 0.0)
+    machine.handle(Loaded(GroupRecord(group=GROUP, born="b")), 0.0)
+    [response] = sent(machine.handle(wanted(A, 8.0), 8.0), LeaderConnectResponse)
+    assert response.good_for_seconds == 2.0
+    assert machine.handle(ping(A, 10.0), 10.0) == [], "and then it says nothing at all"
+    assert machine.handle(TICK, 11.0) == []
+    machine.handle(Trusted(20.0), 11.1)
+    assert sent(machine.handle(ping(A, 11.2), 11.2), PingResponse)
+
+
+def test_a_deposed_leader_is_done() -> None:
+    machine = leader(1)
+    assert machine.handle(Deposed(), 1.0) == [Retire(GROUP, 7)]
+    assert machine.handle(wanted(A, 1.1), 1.1) == []
+
+
+# -------------------------------------------------------------------------------------- following
+
+
+def test_a_follower_waits_for_members_to_bring_their_progress() -> None:
+    machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
+    machine.handle(TICK, 0.0)
+    machine.handle(wanted(A, 0.0), 0.0)
+    effects = machine.handle(Loaded(GroupRecord(group=GROUP, born="b", lent=True)), 0.0)
+    assert kinds(effects) == ["WatchStreams", "LeaderConnectResponse"]
+    machine.handle(StreamsSeen((StreamInfo(stream(0)),)), 0.0)
+    assert not sent(tick(machine, 0.4), Grant)
+    machine.handle(wanted(B, 0.4, carried=(Carried(piece(0), COURSE, Mark(9)),)), 0.4)
+    assert {lent.mark for lent in sent(tick(machine, 0.6), Grant)} == {Mark(9)}
+
+
+def test_progress_that_is_brought_before_the_streams_are_known_is_not_lost() -> None:
+    machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
+    machine.handle(TICK, 0.0)
+    machine.handle(Loaded(GroupRecord(group=GROUP, born="b", lent=True)), 0.0)
+    machine.handle(Disconnect(A, home(A), GROUP, "b", (Carried(piece(0), COURSE, Mark(4)),)), 0.0)
+    machine.handle(StreamsSeen((StreamInfo(stream(0)),)), 0.1)
+    assert machine.shelf.progress[stream(0)].floor == 5
+
+
+def test_progress_of_another_course_is_worth_nothing() -> None:
+    machine = leader(1)
+    machine.handle(wanted(A, 1.0, carried=(Carried(piece(0), "b.3", Mark(9)),)), 1.0)
+    assert machine.shelf.progress[stream(0)].floor == 0
+    stored = StreamProgress.starting(stream(0), "b.3", 7)
+    machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
+    machine.handle(TICK, 0.0)
+    machine.handle(Loaded(GroupRecord(group=GROUP, born="b"), (stored,)), 0.0)
+    machine.handle(StreamsSeen((StreamInfo(stream(0)),)), 0.0)
+    assert machine.shelf.progress[stream(0)].floor == 0
+
+
+def test_last_words_are_confirmed_once_they_are_saved() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    words = Disconnect(A, home(A), GROUP, "b", (Carried(piece(0), COURSE, Mark(4)),))
+    assert machine.handle(words, 1.2) == []
+    names = kinds(tick(machine, 1.3))
+    assert names.index("Save") < names.index("Disconnected")
+    # Heard again: answered again.
+    machine.handle(words, 1.4)
+    assert sent(tick(machine, 1.5), Disconnected) == [Disconnected(A)]
+
+
+def test_a_leader_without_members_goes_and_leaves_nothing_to_wait_for() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(Disconnect(A, home(A), GROUP, "b"), 1.2)
+    effects = tick(machine, 12.0)
+    assert effects[-1] == Retire(GROUP, 7)
+    assert saves(effects)[-1].record.lent is False
+
+
+def test_a_retreat_calls_everything_back_first() -> None:
+    machine = leader(1)
+    [lent] = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(Retreat(2.0), 1.2)
+    [revoke] = sent(tick(machine, 1.3), Revoke)
+    assert revoke.within_seconds == pytest.approx(2.0)
+    assert not sent(machine.handle(wanted(B, 1.3), 1.3), LeaderConnectResponse)
+    effects = give_back(machine, revoke, 1.4)
+    assert kinds(effects)[-3:] == ["Save", "Invalidate", "Retire"]
+    assert lent.piece not in machine.book.entries
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+def test_strict_order_lends_a_shards_next_generation_once_the_last_is_consumed() -> None:
+    infos = [StreamInfo(stream(s, g), 1 if g < 3 else None) for s in (0, 1) for g in (1, 2, 3)]
+    machine = leader(infos=infos)
+    grants = accept(machine, join(machine, A, 1.0), 1.1)
+    assert {g.piece for g in grants} == {piece(0), piece(1)}
+    machine.handle(progress(A, grants[0], 0), 1.2)
+    assert [g.piece for g in sent(tick(machine, 1.3), Grant)] == [Piece(stream(grants[0].piece.stream.shard, 2))]
+
+
+def test_where_the_shards_changed_the_whole_generation_comes_first() -> None:
+    infos = [StreamInfo(stream(0), 1), StreamInfo(stream(1), 1), StreamInfo(stream(0, 2))]
+    machine = leader(infos=infos)
+    first, second = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(progress(A, first, 0), 1.2)
+    assert not sent(tick(machine, 1.3), Grant), "a publisher may have moved from the other shard"
+    machine.handle(progress(A, second, 0), 1.4)
+    assert [g.piece for g in sent(tick(machine, 1.5), Grant)] == [piece(0, 2)]
+
+
+def test_parallel_order_lends_all_at_once() -> None:
+    infos = [StreamInfo(stream(0), 1), StreamInfo(stream(0, 2))]
+    machine = leader(infos=infos, record=GroupRecord(group=GROUP, born="b", order="parallel"))
+    assert {g.piece for g in accept(machine, join(machine, A, 1.0), 1.1)} == {piece(0), piece(0, 2)}
+
+
+def test_a_stream_starts_where_the_record_says_and_later_ones_at_the_beginning() -> None:
+    record = GroupRecord(group=GROUP, born="b", starts={stream(0): 12})
+    machine = leader(2, record=record)
+    grants = accept(machine, join(machine, A, 1.0), 1.1)
+    assert {g.piece: g.mark.offset for g in grants} == {piece(0): 11, piece(1): -1}
+
+
+def test_more_members_than_streams_share_by_slices() -> None:
+    machine = leader(1)
+    [whole] = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(progress(A, whole, 4), 1.2)
+    [revoke] = sent(join(machine, B, 1.3), Revoke)
+    grants = accept(machine, give_back(machine, revoke, 1.4, offset=4), 1.5)
+    assert {g.piece for g in grants} == {Piece(stream(0), 0, 2), Piece(stream(0), 1, 2)}
+    assert {g.member for g in grants} == {A, B}
+    assert {g.mark for g in grants} == {Mark(4)}
+
+
+def test_slices_can_be_switched_off() -> None:
+    machine = leader(1, slices_max=1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    assert not sent(join(machine, B, 1.3), Revoke)
+
+
+# ------------------------------------------------------------------------------------- operators
+
+
+def test_a_seek_begins_a_new_course_once_everything_has_come_back() -> None:
+    machine = leader(1)
+    [lent] = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(progress(A, lent, 9), 1.2)
+    ask = Ask("r1", ASKER, GROUP, Seek(((stream(0), 3),)))
+    machine.handle(ask, 1.3)
+    [revoke] = sent(tick(machine, 1.4), Revoke)
+    assert revoke.within_seconds == 0.0
+    effects = give_back(machine, revoke, 1.5, offset=9)
+    assert kinds(effects).index("Save") < kinds(effects).index("Answer")
+    record = next(save.record for save in saves(effects) if save.record)
+    assert (record.course, record.starts) == ("b.1", {stream(0): 3})
+    [again] = sent([*effects, *tick(machine, 1.7)], Grant)[:1]
+    assert (again.mark, again.course) == (Mark(2), "b.1")
+    # Heard again, it is answered and not done again.
+    machine.handle(ask, 2.0)
+    assert sent(tick(machine, 2.1), Answer) == [Answer("r1")]
+    assert machine.record.turn == 1
+
+
+def test_a_paused_group_lends_nothing() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(Ask("r1", ASKER, GROUP, SetPaused(True)), 1.2)
+    effects = tick(machine, 1.3)
+    assert sent(effects, Answer) == [Answer("r1")]
+    give_back(machine, sent(effects, Revoke)[0], 1.4)
+    assert owners(machine) == {}
+    machine.handle(Ask("r2", ASKER, GROUP, SetPaused(False)), 2.0)
+    assert sent(tick(machine, 2.1), Grant)
+
+
+def test_a_delete_that_cannot_be_saved_has_not_happened() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(Ask("r1", ASKER, GROUP, Delete()), 1.2)
+    machine.handle(SaveFailed(), 1.3)
+    assert kinds(tick(machine, 2.0)) == ["Save", "Invalidate", "Answer", "Retire"]
+
+
+def test_a_void_leader_looks_again_when_somebody_new_asks() -> None:
+    machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
+    machine.handle(TICK, 0.0)
+    machine.handle(Loaded(None), 0.0)
+    assert machine.handle(Ask("r", ASKER, GROUP, Describe()), 0.1)[0].message.error
+    assert machine.handle(wanted(A, 0.2, born="new"), 0.2) == []
+    assert machine.handle(TICK, 0.2) == [Load(GROUP)]
+    effects = machine.handle(Loaded(GroupRecord(group=GROUP, born="new")), 0.3)
+    assert isinstance(effects[0], WatchStreams)
+    assert sent(effects, LeaderConnectResponse)
+
+
+def test_a_view_says_who_holds_what() -> None:
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    [answer] = sent(machine.handle(Ask("r", ASKER, GROUP, Describe()), 1.2), Answer)
+    assert {(row.piece, row.owner, row.status) for row in answer.view.pieces} == {
+        (piece(0), A, "granted"),
+        (piece(1), A, "granted"),
+    }
+    assert [(row.member, row.pieces) for row in answer.view.members] == [(A, 2)]
+
+
+def test_idleness_is_written_down_where_it_matters() -> None:
+    machine = leader(1, record=GroupRecord(group=GROUP, born="b", idle=True, idle_seconds_max=60.0))
+    assert saves(join(machine, A, 1.0))[0].record.idle is False
+    machine.handle(Disconnect(A, home(A), GROUP, "b"), 2.0)
+    assert saves(tick(machine, 2.1))[0].record.idle is True
+
+
+# ----------------------------------------------------------------------------------------- leases
+
+
+def test_a_lease_member_and_a_session_share_a_group() -> None:
+    machine = leader(4)
+    machine.handle(find(C, 1.0), 1.0)
+    [leased] = sent(tick(machine, 1.1), LeaseStreams)
+    assert len(leased.streams) == 4
+    effects = join(machine, A, 1.2)
+    assert not sent(effects, UpdateStreams), "the member has not confirmed its first version"
+
+
+# ------------------------------------------------------------------------------------------- rules
+
+
+def test_saves_are_gathered() -> None:
+    machine = leader(1)
+    [lent] = accept(machine, join(machine, A, 1.0), 1.1)
+    effects: list[object] = []
+    for step in range(200):
+        now = 2.0 + step / 100
+        effects += machine.handle(progress(A, lent, step), now)
+        effects += machine.handle(ping(A, now), now)
+        effects += tick(machine, now)
+    assert len([e for e in effects if isinstance(e, Save)]) <= 2
+
+
+def test_the_book_refuses_to_lend_twice_and_tells_the_story() -> None:
+    book = LoanBook("g")
+    book.lend(piece(0), A, 1.0)
+    with pytest.raises(BrokenInvariant) as failure:
+        book.lend(piece(0), B, 2.0)
+    assert "GRANTING" in str(failure.value)
+    with pytest.raises(BrokenInvariant):
+        book.move(book.entries[piece(0)], LoanStatus.REVOKED, 3.0)
+
+
+def test_every_status_can_end() -> None:
+    for status in LoanStatus:
+        if status is not LoanStatus.ABSENT:
+            assert LoanStatus.ABSENT in LEGAL[status]
+
+
+def test_an_older_incarnation_that_comes_late_is_not_let_in() -> None:
+    machine = leader(1)
+    join(machine, MemberId("a", 5), 1.0)
+    assert join(machine, MemberId("a", 4), 1.1) == []
+
+
+def test_revoked_is_repeated_until_the_borrower_has_forgotten() -> None:
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    [revoke] = sent(join(machine, B, 1.2), Revoke)
+    machine.handle(UpdateProgress(A, 7, (Report(revoke.piece, revoke.loan, Mark(), True),)), 1.3)
+    assert len(sent(tick(machine, 2.5), Revoked)) >= 3
