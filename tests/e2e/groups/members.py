@@ -46,6 +46,7 @@ class Ledger:
     given: dict[str, list[str]] = field(default_factory=dict)
     """Payload -> the members it was delivered to."""
     acked: dict[str, str] = field(default_factory=dict)
+    acked_at: dict[str, float] = field(default_factory=dict)
     unsure: set[str] = field(default_factory=set)
     """Acknowledged by a member that crashed before it could know whether that was read."""
     again: list[tuple[str, str, str]] = field(default_factory=list)
@@ -61,7 +62,10 @@ class Ledger:
 
     def note_acked(self, member: str, payloads: Iterable[str]) -> None:
         with self.lock:
-            self.acked.update(dict.fromkeys(payloads, member))
+            now = time.monotonic()
+            for payload in payloads:
+                self.acked[payload] = member
+                self.acked_at.setdefault(payload, now)
 
     def take_back(self, payloads: Iterable[str]) -> None:
         """These acknowledgements may never have been read."""
@@ -83,8 +87,11 @@ class Ledger:
         except AssertionError:
             raise AssertionError(f"{len(missing)} not acknowledged in {seconds} s: {sorted(missing)[:10]}") from None
 
-    def check(self) -> None:
-        assert not self.again, f"{len(self.again)} came again though acknowledged: {self.again[:10]}"
+    def check(self, crashed: Iterable[str] = (), before: float = 0.0) -> None:
+        """Nothing acknowledged came again; of the members `crashed` with their node, nothing acknowledged `before`."""
+        lost = set(crashed)
+        bad = [each for each in self.again if each[1] not in lost or self.acked_at[each[0]] < before]
+        assert not bad, f"{len(bad)} came again though acknowledged: {bad[:10]}"
 
 
 class Member:
@@ -116,7 +123,7 @@ class Member:
         self._answers: dict[int, bytes] = {}
         self._answered = threading.Condition()
         self._pid = 0
-        self._open: dict[int, str] = {}
+        self._open: dict[int, Delivery] = {}
         """Deliveries that are not acknowledged, by packet id."""
         self._unsure: list[str] = []
         self._pinged: list[str] | None = None
@@ -175,12 +182,12 @@ class Member:
         return found[0]
 
     def unacked(self) -> list[str]:
-        return list(self._open.values())
+        return [each.payload for each in list(self._open.values())]
 
     def ack(self, payloads: Sequence[str] | None = None) -> None:
         """Acknowledge what is held back: all of it, or these."""
-        wanted = {pid: payload for pid, payload in list(self._open.items()) if payloads is None or payload in payloads}
-        self._acknowledge(list(wanted.items()))
+        held = list(self._open.values())
+        self._acknowledge([each for each in held if payloads is None or each.payload in payloads])
 
     def sync(self) -> None:
         """Everything sent so far has been read by the server."""
@@ -276,7 +283,7 @@ class Member:
             self.ledger.note_given(self.client_id, found)
             self.got += found
             if not self.hold:
-                self._acknowledge([(each.pid, each.payload) for each in found if each.qos])
+                self._acknowledge([each for each in found if each.qos])
             self.ledger.note_acked(self.client_id, [each.payload for each in found if not each.qos])
         if replies:
             with self._write, contextlib.suppress(OSError):
@@ -291,21 +298,20 @@ class Member:
             at += 2
         if self.version == V5:
             at += 1 + body[at]  # properties of less than 128 bytes
-        payload = body[at:].decode()
+        found = Delivery(body[at:].decode(), pid, qos, bool(first & 8), time.monotonic())
         if qos:
-            self._open[pid] = payload
-        return Delivery(payload, pid, qos, bool(first & 8), time.monotonic())
+            self._open[pid] = found
+        return found
 
-    def _acknowledge(self, pairs: list[tuple[int, str]]) -> None:
-        payloads = [payload for _, payload in pairs]
-        answer = b"\x40\x02" if self.qos < 2 else b"\x50\x02"
+    def _acknowledge(self, deliveries: list[Delivery]) -> None:
+        payloads = [each.payload for each in deliveries]
         with self._write, contextlib.suppress(OSError):
             if self._gone:
                 return  # it has said goodbye: nobody would read this
             out = bytearray()
-            for pid, _ in pairs:
-                self._open.pop(pid, None)
-                out += answer + struct.pack("!H", pid)
+            for each in deliveries:
+                self._open.pop(each.pid, None)
+                out += (b"\x40\x02" if each.qos == 1 else b"\x50\x02") + struct.pack("!H", each.pid)
             # Noted first: from the moment the server reads it, nobody may be given it any more.
             self.ledger.note_acked(self.client_id, payloads)
             self._unsure += payloads
@@ -316,7 +322,7 @@ class Member:
 
 
 class Publisher:
-    """Several clients, hence several streams, publishing in turn at QoS 1; every publish is acknowledged."""
+    """Several clients, hence several streams, publishing in turn; every publish is acknowledged."""
 
     def __init__(self, port: int, name: str, clients: int = 32):
         self.name = name
@@ -329,23 +335,33 @@ class Publisher:
             assert self._exactly(sock, 4) == b"\x20\2\0\0"
         self._lock = threading.Lock()
 
-    def publish(self, topic: str, count: int, client: int | None = None) -> list[str]:
+    def publish(self, topic: str, count: int, *, client: int | None = None, qos: int = 1) -> list[str]:
         """`count` messages, durable when this returns; their payloads."""
         with self._lock:
             first = len(self.sent)
-            shares: dict[int, bytearray] = {}
+            shares: dict[int, list[int]] = {}
             for n in range(first, first + count):
-                who = n % len(self.socks) if client is None else client
-                payload = f"{self.name}/{who}/{n}"
-                self.sent.append(payload)
-                body = text(topic) + struct.pack("!H", 1 + n % 60_000) + payload.encode()
-                shares.setdefault(who, bytearray()).extend(packet(0x32, body))
-            for who, out in shares.items():
-                self.socks[who].sendall(out)
-            for n in range(first, first + count):
-                who = n % len(self.socks) if client is None else client
-                assert self._exactly(self.socks[who], 4) == b"\x40\x02" + struct.pack("!H", 1 + n % 60_000)
+                shares.setdefault(n % len(self.socks) if client is None else client, []).append(n)
+                self.sent.append(f"{self.name}/{n % len(self.socks) if client is None else client}/{n}")
+            for who, numbers in shares.items():
+                bodies = [text(topic) + self._id(n) + self.sent[n].encode() for n in numbers]
+                self.socks[who].sendall(b"".join(packet(0x30 | qos << 1, body) for body in bodies))
+            self._expect(shares, b"\x40\x02" if qos == 1 else b"\x50\x02")
+            if qos == 2:
+                for who, numbers in shares.items():
+                    self.socks[who].sendall(b"".join(b"\x62\x02" + self._id(n) for n in numbers))
+                self._expect(shares, b"\x70\x02")
             return self.sent[first:]
+
+    @staticmethod
+    def _id(number: int) -> bytes:
+        return struct.pack("!H", 1 + number % 60_000)
+
+    def _expect(self, shares: dict[int, list[int]], answer: bytes) -> None:
+        for who, numbers in shares.items():
+            for n in numbers:
+                got = self._exactly(self.socks[who], 4)
+                assert got == answer + self._id(n), got.hex(" ")
 
     @staticmethod
     def _exactly(sock: socket.socket, count: int) -> bytes:
