@@ -39,7 +39,7 @@ class GroupRecord:
     lent: bool = False
     """A leader has lent streams and not yet said that all came back: its follower waits for their holders."""
     idle: bool = False
-    """No member is left, since the record was last written."""
+    """No member is left, since the record was last written; so declare a group that may expire with True."""
     policy: Policy = NO_POLICY
     idle_seconds_max: float | None = None
     """The group is deleted after being idle for so long; None: never."""

@@ -94,20 +94,20 @@ class Shelf:
         shards: dict[tuple[str, int], set[int]] = {}
         for stream in self.seen or {}:
             shards.setdefault((stream.log, stream.generation), set()).add(stream.shard)
-        waiting: dict[str, list[Stream]] = {}
+        found: list[Stream] = []
+        waited: set[tuple[str, int]] = set()
+        before: list[tuple[str, int]] = []
         for stream in sorted(unfinished, key=lambda s: (s.log, s.generation, s.shard)):
-            waiting.setdefault(stream.log, []).append(stream)
-        found = []
-        for log, streams in waiting.items():
-            for stream in streams:
-                mine = shards[log, stream.generation]
-                blocked = any(
-                    before.generation < stream.generation
-                    and (before.shard == stream.shard or shards[log, before.generation] != mine)
-                    for before in streams
-                )
-                if not blocked:
-                    found.append(stream)
+            mine = (stream.log, stream.generation)
+            # An earlier generation holds up its own shard; all of them, if it was sharded differently.
+            if (stream.log, stream.shard) not in waited and not any(
+                log == stream.log and generation < stream.generation and shards[log, generation] != shards[mine]
+                for log, generation in before
+            ):
+                found.append(stream)
+            waited.add((stream.log, stream.shard))
+            if not before or before[-1] != mine:
+                before.append(mine)
         return sorted(found)
 
     def sweep(self, lent: set[Stream]) -> None:

@@ -57,7 +57,7 @@ class Workload:
         self.policy = rng.choice([Policy(), Policy(), Policy(), Policy(1.0, 3), Policy(None, 4)])
         self.borns = 0
         self.people = [Person(f"s{n + 1}") for n in range(rng.randint(1, 5))]
-        self.people += [Person(f"b{n + 1}", lease=True) for n in range(rng.choice([0, 0, 1, 2]))]
+        self.people += [Person(f"b{n + 1}", lease=True) for n in range(rng.choice([0, 1, 1, 2]))]
         self.asks: dict[str, Ask] = {}
         self.requests = 0
         self.published = 0
