@@ -26,7 +26,21 @@ from holdfast.groups.record import GroupRecord
 from holdfast.groups.shelf import Shelf
 from holdfast.sim import run_seed
 
-SEEDS_MAX = 250
+SEEDS_MAX = 400
+
+NOTICED_BY = {
+    "a_borrower_trusts_its_leader_for_ever": 24,
+    "a_lease_member_trusts_its_leader_for_ever": 246,
+    "a_lease_exchange_does_not_wait_for_what_is_in_flight": 113,
+    "an_ended_loan_starts_again": 41,
+    "cutting_anew_forgets_the_layers": 20,
+    "slices_are_taken_for_the_whole": 20,
+    "anybody_may_join_whatever_group_they_once_knew": 29,
+    "an_older_incarnation_is_taken_for_dead": 46,
+    "a_leader_does_not_wait_for_progress": 223,
+    "lost_reports_are_not_repeated": 141,
+}
+"""Where it was last found, to be tried first; wrong once the workload changes, which only costs time."""
 
 Patch = pytest.MonkeyPatch
 MUTATIONS: dict[str, Callable[[Patch], None]] = {}
@@ -269,7 +283,7 @@ def a_confused_borrower_is_not_replaced(patch: Patch) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_simulator_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTATIONS[name](monkeypatch)
-    for seed in range(SEEDS_MAX):
+    for seed in [NOTICED_BY.get(name, 0), *range(SEEDS_MAX)]:
         if run_seed(seed).failure:
             return
     pytest.fail(f"{SEEDS_MAX} seeds did not notice that {name.replace('_', ' ')}")

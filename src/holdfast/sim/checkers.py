@@ -71,6 +71,10 @@ class Truth:
         if reading in standing:
             standing.remove(reading)
 
+    def resumed(self, reading: Reading) -> None:
+        """Its node stood still; by now it must have looked at its clock."""
+        self._alone(reading, self.readers.get((reading.loan.course, reading.loan.piece.stream), []))
+
     def delivered(self, reading: Reading, offset: int) -> None:
         loan = reading.loan
         key = (loan.course, loan.piece.stream)

@@ -199,6 +199,8 @@ class Member(Actor):
     def freeze(self, frozen: bool) -> None:
         for reader in self.readers.values():
             reader.reading.frozen = frozen
+            if not frozen and not reader.stopped:
+                self.node.truth.resumed(reader.reading)
 
 
 @dataclass(slots=True)
