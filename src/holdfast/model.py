@@ -151,7 +151,7 @@ def parse_start(text: str) -> Start:
             pass
     if plain.startswith("offset:"):
         number = plain.removeprefix("offset:")
-        if number.isdecimal():
+        if number.isdecimal() and len(number) <= 18:
             return At(every=int(number))
     else:
         try:

@@ -16,18 +16,20 @@ class BlockCache:
     def __init__(self, bytes_max: int = CACHE_BYTES):
         self._bytes_max = bytes_max
         self._bytes = 0
-        self._blocks: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._blocks: OrderedDict[int, tuple[pa.RecordBatch, int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, body: int, batch: pa.RecordBatch) -> None:
+    def put(self, body: int, batch: pa.RecordBatch, size: int) -> None:
+        """`size` is its encoded one: asking Arrow for its own costs more than all the rest here."""
         with self._lock:
-            self._blocks[body] = batch
-            self._bytes += batch.nbytes
+            self._blocks[body] = (batch, size)
+            self._bytes += size
             while self._bytes > self._bytes_max and self._blocks:
-                self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+                self._bytes -= self._blocks.popitem(last=False)[1][1]
 
     def get(self, body: int) -> pa.RecordBatch | None:
-        return self._blocks.get(body)
+        found = self._blocks.get(body)
+        return None if found is None else found[0]
 
     def clear(self) -> None:
         with self._lock:

@@ -192,8 +192,8 @@ class Log:
             known.clear()
         known.update(fresh)
         placed = []
-        for place, batch, (shard, _, rows_taken) in zip(landed, made, split, strict=True):
-            self.cache.put(place.body, batch)
+        for place, batch, block, (shard, _, rows_taken) in zip(landed, made, new_blocks, split, strict=True):
+            self.cache.put(place.body, batch, len(block.data))
             placed.append(Placed(Stream(log, shard, generation), place.base, place.messages, rows_taken, batch))
         self._watcher.tell(log, sum(place.messages for place in landed))
         return Appended(placed)

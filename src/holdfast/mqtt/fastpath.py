@@ -162,9 +162,11 @@ def topic_bytes(topic: str) -> bytes:
     found = _names_out.get(topic)
     if found is None:
         raw = topic.encode()
-        if len(_names_out) > 200_000:
-            _names_out.clear()
-        found = _names_out[topic] = len(raw).to_bytes(2) + raw
+        found = len(raw).to_bytes(2) + raw
+        if len(raw) < 256:  # long ones are rare, and would make the table large
+            if len(_names_out) > 200_000:
+                _names_out.clear()
+            _names_out[topic] = found
     return found
 
 

@@ -21,6 +21,7 @@ from holdfast.mqtt import packets as p
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, scan
 from holdfast.mqtt.reasons import Reason
 from holdfast.mqtt.wire import topic_name
+from holdfast.runtime.lease import is_lease
 from holdfast.sessions.session import NEVER, RELEASED, Rows, Session
 
 if TYPE_CHECKING:
@@ -65,11 +66,14 @@ class Connection(asyncio.Protocol):
         self.reading = False
         """A reader is fetching rows for this session."""
         self.membership: Membership | None = None
+        self.leases = False
+        """The client is, or was, a lease member here."""
         self.slow_loans: dict[LoanFeed, None] = {}
         """Loans that are behind and wait for room."""
         self._buffer = b""
         self._held = 0
         """Reasons not to parse on just now."""
+        self._waits_for_room = False
         self._blocked = False
         """The socket's buffer is full."""
         self._unread = False
@@ -160,6 +164,12 @@ class Connection(asyncio.Protocol):
         self.transport.write(data)
         self.mind_unread()
 
+    def tell(self, topic: str, payload: bytes) -> None:
+        """Past the session, at QoS 0: a client that cannot take it now goes without."""
+        data = codec.encode_publish(p.Publish(topic, payload), self.version)
+        if len(data) <= self._packet_max and not self._blocked:
+            self.send(data)
+
     def mind_unread(self) -> None:
         """Something was answered: if the client leaves too many answers unread, it is asked nothing more."""
         if self._unread or not self._blocked or self.closed:
@@ -191,6 +201,8 @@ class Connection(asyncio.Protocol):
                 self._buffer = data[at:]
                 self._slow_down()
                 break
+            if self.state == "new" and data[at] >> 4 != p.CONNECT:
+                raise PeerError("the first packet is not a CONNECT", Reason.PROTOCOL_ERROR)
             found = codec.frame(data, at, size_max)
             if found is None:
                 self._buffer = data[at:]
@@ -314,6 +326,9 @@ class Connection(asyncio.Protocol):
                 self.transport.write(b"".join(out))
                 if session.ready_rows and not self._blocked and len(session.in_flight) < self._window:
                     asyncio.get_running_loop().call_soon(self.pump)
+        if self._waits_for_room and session.ready_bytes <= self.node.settings.limits.pending_bytes_max:
+            self._waits_for_room = False
+            asyncio.get_running_loop().call_soon(self.go_on)
         if session.touched:
             self.node.groups.report(self)
         if session.ready_bytes < self.node.settings.limits.pending_bytes_max:
@@ -446,8 +461,11 @@ class Connection(asyncio.Protocol):
             raise PeerError("a PUBLISH without topic or alias", Reason.PROTOCOL_ERROR)
         qos, packet_id = packet.qos, packet.packet_id
         self._hold_back(len(topic) + len(packet.payload) + len(packet.properties))
+        if is_lease(topic):
+            self._answer(qos, packet_id, *self.node.groups.leases.hear(self, topic, packet.payload))
+            return
         if not self._allowed(topic):
-            self._denied(qos, packet_id)
+            self._answer(qos, packet_id, Reason.NOT_AUTHORIZED)
             return
         flags = qos | (RETAIN if packet.retain else 0)
         ingest = self.node.ingest
@@ -476,13 +494,14 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
             self.node.ingest.in_turn(lambda _: self.go_on())
 
-    def _denied(self, qos: int, packet_id: int) -> None:
-        """Not allowed: MQTT 5 has a word for it; in MQTT 3 it is acknowledged and goes nowhere."""
-        reason = Reason.NOT_AUTHORIZED if self.version == p.V5 else 0
+    def _answer(self, qos: int, packet_id: int, reason: int, why: str = "") -> None:
+        """To what goes nowhere: MQTT 5 has words for a refusal; in MQTT 3 it is acknowledged all the same."""
+        explain = why and self._explain and self._packet_max > 1024
+        properties: p.Properties = {"reason_string": why[:300]} if explain else {}
         if qos == 1:
-            packet: p.Puback | p.Pubrec = p.Puback(packet_id, reason)
+            packet: p.Puback | p.Pubrec = p.Puback(packet_id, reason, properties)
         elif qos == 2:
-            packet = p.Pubrec(packet_id, reason)
+            packet = p.Pubrec(packet_id, reason, properties)
         else:
             return
         answer = codec.encode(packet, self.version)
@@ -560,8 +579,11 @@ class Connection(asyncio.Protocol):
             self.close(Reason.UNSPECIFIED_ERROR)
         else:
             self.send(answer)
-            self.node.begin(self)
-            self.go_on()
+            self.pump()
+            if self.session is not None and self.session.ready_bytes > self.node.settings.limits.pending_bytes_max:
+                self._waits_for_room = True  # retained messages without end: the next SUBSCRIBE waits for these
+            else:
+                self.go_on()
 
     def _on_disconnect(self, packet: p.Disconnect) -> None:
         assert self.session is not None

@@ -85,7 +85,7 @@ class Ingest:
         log: Log,
         bytes_max: int,
         committed: Callable[[Appended, dict[int, Batch], int], frozenset[str] | set[str]],
-        failed: Callable[[HoldfastError], None],
+        failed: Callable[[Exception], None],
     ):
         self._log = log
         self._bytes_max = bytes_max
@@ -193,8 +193,8 @@ class Ingest:
                     for part in parts.values():
                         part.times = now
                     appended = await loop.run_in_executor(self._thread, self._commit, parts, batch.retained)
-            except HoldfastError as error:
-                logger.error("nothing was stored: %s", error)
+            except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
+                logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
                 self._tell_failed(batch, error)
                 continue
             self.commits += 1
@@ -246,7 +246,7 @@ class Ingest:
         for done in batch.after:
             done(True)
 
-    def _tell_failed(self, batch: OpenBatch, error: HoldfastError) -> None:
+    def _tell_failed(self, batch: OpenBatch, error: Exception) -> None:
         for done in batch.after:
             done(False)
         for connection, _ in batch.acks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ logger = logging.getLogger("holdfast.keeper")
 
 T = TypeVar("T")
 PREFIX = "/holdfast/sessions/"
+NAME_MAX = 200
 
 
 class SubscriptionRecord(msgspec.Struct):
@@ -53,12 +55,19 @@ class SessionRecord(msgspec.Struct):
 
 
 def session_key(client_id: str) -> str:
-    return PREFIX + client_id.replace("%", "%25").replace("/", "%2F")
+    return PREFIX + _short(client_id.replace("%", "%25").replace("/", "%2F"))
 
 
 def subscription_name(client_id: str, filter_text: str) -> str:
-    """As it stands in a cursor's key."""
-    return f"{client_id} {filter_text}"
+    """As it stands in a cursor's key: which is the client's and which the filter's part is always plain."""
+    return _short(f"{client_id.replace('%', '%25').replace(' ', '%20')} {filter_text}")
+
+
+def _short(name: str) -> str:
+    """Keys are bounded, client ids and filters hardly are: a long name is known by its hash."""
+    if len(name) <= NAME_MAX and len(name.encode()) <= NAME_MAX:
+        return name
+    return f"{name[:32]}~{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def record_of(session: Session, connected: bool, now: float, clean_stop: bool = False) -> SessionRecord:

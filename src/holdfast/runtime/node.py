@@ -32,6 +32,7 @@ from holdfast.runtime.dispatch import Dispatcher, rows_of
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import LOG, Ingest
 from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
+from holdfast.runtime.lease import is_lease
 from holdfast.runtime.metrics import Metrics
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.session import NEVER, Rows, Session, Subscription
@@ -40,6 +41,7 @@ from holdfast.settings import AuthSettings, Settings
 logger = logging.getLogger("holdfast.node")
 
 START_PROPERTY = "holdfast-start"
+RECORD_BYTES_MAX = 900_000
 
 
 class Node:
@@ -144,15 +146,15 @@ class Node:
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the node failed", exc_info=task.exception())
 
-    def _commit_failed(self, error: HoldfastError) -> None:
+    def _commit_failed(self, error: Exception) -> None:
         self.failure = str(error)
         self.metrics.failed.inc()
 
     # -- connections -------------------------------------------------------------------------------------
 
     def admit(self, connection: Connection) -> bool:
-        if len(self.sockets) >= self.settings.limits.connections_max:
-            connection.transport.abort()
+        if len(self.sockets) >= 2 * self.settings.limits.connections_max + 100:
+            connection.transport.abort()  # not even room to say so
             return False
         self.sockets.add(connection)
         if rate := self.settings.limits.connections_per_sec:
@@ -178,6 +180,8 @@ class Node:
         """A CONNECT: who is it, which session is that, and welcome."""
         if self._stopping:
             raise PeerError("shutting down", Reason.SERVER_UNAVAILABLE)
+        if len(self.connections) >= self.settings.limits.connections_max:
+            raise PeerError("too many connections", Reason.SERVER_BUSY)
         if "authentication_method" in packet.properties:
             raise PeerError("enhanced authentication is not supported", Reason.BAD_AUTHENTICATION_METHOD)
         assigned = not packet.client_id
@@ -338,12 +342,23 @@ class Node:
         session = connection.session
         if session is None:
             return b""
-        start = self._start_of(packet)
-        reasons = []
+        reasons: list[int] = []
         changed = False
-        for request in packet.filters:
+        try:
+            start = self._start_of(packet)
+        except RequestError as error:
+            logger.info("%s: %s", session.client_id, error)
+            refused = tuple(Reason.IMPLEMENTATION_SPECIFIC_ERROR for _ in packet.filters)
+            return codec.encode_suback(p.Suback(packet.packet_id, refused), connection.version)
+        last = {request.filter: at for at, request in enumerate(packet.filters)}
+        for at, request in enumerate(packet.filters):
+            if at % 50 == 49:
+                await asyncio.sleep(0)  # a long packet must not keep the others waiting
+            if is_lease(request.filter):
+                reasons.append(self.groups.leases.listen(connection, request.filter, start))
+                continue
             reason = self._check_subscription(connection, session, request)
-            if reason < 0x80:
+            if reason < 0x80 and last[request.filter] == at:  # of one filter given twice, the last counts
                 add = self._add_share if is_shared(request.filter) else self._add_subscription
                 await add(connection, session, packet, request, start)
                 changed = True
@@ -357,10 +372,7 @@ class Node:
     def _start_of(self, packet: p.Subscribe) -> Start | None:
         for name, value in packet.properties.get("user_properties", []):
             if name == START_PROPERTY:
-                try:
-                    return parse_start(value)
-                except RequestError as error:
-                    raise PeerError(str(error), Reason.IMPLEMENTATION_SPECIFIC_ERROR) from error
+                return parse_start(value)
         return None
 
     def _check_subscription(self, connection: Connection, session: Session, request: p.FilterRequest) -> int:
@@ -375,9 +387,16 @@ class Node:
         known = request.filter in session.subscriptions or request.filter in session.shared
         if not known and len(session.subscriptions) + len(session.shared) >= self.settings.limits.subscriptions_max:
             return Reason.QUOTA_EXCEEDED
+        if not known and session.durable and not self._record_fits(session, request.filter):
+            return Reason.QUOTA_EXCEEDED
         if connection.identity is not None and not self.auth.acl.may_subscribe(connection.identity, topics):
             return Reason.NOT_AUTHORIZED
         return request.qos
+
+    def _record_fits(self, session: Session, filter_text: str) -> bool:
+        """A session's record is one value in the metadata store, which bounds values."""
+        names = sum(len(text) for text in (*session.subscriptions, *session.shared, filter_text))
+        return 4 * names + 40 * len(self.dispatcher.heads) * (len(session.subscriptions) + 1) < RECORD_BYTES_MAX
 
     async def _add_share(
         self,
@@ -457,6 +476,9 @@ class Node:
             return b""
         reasons, gone = [], []
         for filter_text in packet.filters:
+            if is_lease(filter_text):
+                reasons.append(0x00 if self.groups.leases.unlisten(connection, filter_text) else 0x11)
+                continue
             if is_shared(filter_text):
                 found = session.shared.pop(filter_text, None)
                 if found is not None:
@@ -472,10 +494,6 @@ class Node:
             await self.keeper.delete_cursors(session.client_id, gone, self.dispatcher.heads)
             await self.keeper.save(record_of(session, connected=True, now=time.time()))
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version)
-
-    def begin(self, connection: Connection) -> None:
-        """After a SUBACK: retained messages, and the past where it was asked for."""
-        connection.pump()
 
     # -- wills, expiry, upkeep ---------------------------------------------------------------------------
 
@@ -503,8 +521,13 @@ class Node:
         self.ingest.publish_one(client_id, will.topic, will.payload, flags, will.properties or None, None)
 
     def _expire_later(self, client_id: str, since: float, expiry_seconds: int) -> None:
-        if expiry_seconds != NEVER:
-            heapq.heappush(self._expiries, (since + expiry_seconds, next(self._order), client_id))
+        if expiry_seconds == NEVER:
+            return
+        heapq.heappush(self._expiries, (since + expiry_seconds, next(self._order), client_id))
+        if len(self._expiries) > 1000 + 4 * (len(self.sessions) + len(self.stored)):
+            # Whoever comes and goes leaves an entry each time: only the last one counts.
+            self._expiries = list({entry[2]: entry for entry in sorted(self._expiries)}.values())
+            heapq.heapify(self._expiries)
 
     async def _tick(self) -> None:
         """Once in a while: silent clients, wills that are due, sessions that have expired."""

@@ -23,7 +23,7 @@ from holdfast.model import RETAIN, Batch, Stream
 from holdfast.mqtt.fastpath import PACKET_IDS, remaining_length, topic_bytes
 from holdfast.mqtt.properties import expiry_of, with_expiry
 from holdfast.mqtt.wire import to_varint
-from holdfast.topics import TopicFilter, Wanted, any_of
+from holdfast.topics import AnyOf, TopicFilter, Wanted
 
 NEVER = 0xFFFF_FFFF
 """A session expiry that does not come."""
@@ -156,12 +156,14 @@ class Session:
 
     def _changed(self) -> None:
         self._routes.clear()
-        self._wanted = any_of(self.subscriptions) if self.subscriptions else None
+        self._wanted = None
         self._only = next(iter(self.subscriptions.values())) if len(self.subscriptions) == 1 else None
 
     @property
     def wanted(self) -> Wanted | None:
-        """All its filters as one."""
+        """All its filters as one, put together when it is asked for."""
+        if self._wanted is None and self.subscriptions:
+            self._wanted = self._only.matcher if self._only else AnyOf(s.matcher for s in self.subscriptions.values())
         return self._wanted
 
     @property

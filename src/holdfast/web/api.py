@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 from pydantic import BaseModel, Field
@@ -16,11 +17,12 @@ from pydantic import BaseModel, Field
 from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal
 from holdfast.effects import GroupId
-from holdfast.errors import HoldfastError, RequestError, StoreError, UnknownStream
+from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownStream
 from holdfast.groups import messages as messages_of_groups
 from holdfast.groups.shares import check_group_name
 from holdfast.model import At, Start, Stream, now_micros, parse_start
 from holdfast.mqtt.properties import decode_publish
+from holdfast.mqtt.wire import topic_name
 from holdfast.runtime.ingest import LOG
 from holdfast.runtime.node import Node
 from holdfast.sessions.session import Session
@@ -66,6 +68,10 @@ class Pause(BaseModel):
     paused: bool = True
 
 
+class TooLarge(HoldfastError):
+    """More than a request may bring."""
+
+
 class NotAllowed(HoldfastError):
     """Who asks may not do that."""
 
@@ -73,12 +79,24 @@ class NotAllowed(HoldfastError):
 def make_app(node: Node) -> FastAPI:
     app = FastAPI(title="Holdfast", version="0.1.0", docs_url="/api/docs", openapi_url="/api/openapi.json")
 
+    # Base64 and JSON make a payload larger; more than that no request needs.
+    app.add_middleware(BodyLimit, bytes_max=3 * node.settings.limits.packet_bytes_max + 65_536)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return JSONResponse({"error": f"{where}: {first['msg']}"}, 422)
+
     @app.exception_handler(HoldfastError)
     async def explain(_: Request, error: Exception) -> JSONResponse:
         status = 500
         match error:
             case NotAllowed():
                 status = 403
+            case TooLarge():
+                status = 413
             case UnknownStream():
                 status = 404
             case RequestError():
@@ -118,7 +136,7 @@ def make_app(node: Node) -> FastAPI:
 
     @app.post("/api/v1/publish")
     async def publish(message: Publish, who: Identity = publisher) -> JSONResponse:
-        topic = check_topic(message.topic)
+        topic = _topic(message.topic)
         if topic.startswith("$"):
             raise RequestError(f"topic {topic!r} begins with '$'; those are the node's own")
         if (message.payload is None) == (message.payload_base64 is None):
@@ -129,7 +147,11 @@ def make_app(node: Node) -> FastAPI:
             except binascii.Error as error:
                 raise RequestError(f"payload_base64 is not base64: {error}") from error
         else:
-            payload = (message.payload or "").encode()
+            payload = _utf8(message.payload or "")
+        if len(payload) > node.settings.limits.packet_bytes_max:
+            raise RequestError(
+                f"a payload of {len(payload)} bytes; limits.packet_bytes_max is {node.settings.limits.packet_bytes_max}"
+            )
         if not await node.publish(who.user or "http", topic, payload, message.qos, message.retain):
             return JSONResponse({"error": f"not stored: {node.failure}"}, 503)
         return JSONResponse({"durable": True})
@@ -207,6 +229,49 @@ def make_app(node: Node) -> FastAPI:
         return _json(_session_whole(node, found))
 
     return app
+
+
+class BodyLimit:
+    """Refuses what is larger than any request needs to be, before it is read."""
+
+    def __init__(self, app: Any, bytes_max: int):
+        self._app, self._bytes_max = app, bytes_max
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        taken = 0
+
+        async def counted() -> Any:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._bytes_max:
+                raise TooLarge(f"the body is larger than {self._bytes_max} bytes")
+            return message
+
+        size = dict(scope["headers"]).get(b"content-length", b"0")
+        if size.isdigit() and int(size[:18]) > self._bytes_max:
+            await JSONResponse({"error": f"the body is larger than {self._bytes_max} bytes"}, 413)(scope, receive, send)
+            return
+        await self._app(scope, counted, send)
+
+
+def _topic(text: str) -> str:
+    """As strict as MQTT is with it."""
+    check_topic(text)
+    try:
+        return topic_name(text.encode())
+    except PeerError as error:
+        raise RequestError(str(error)) from error
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"payload is not valid Unicode: {error.reason}; use payload_base64") from error
 
 
 def _session(node: Node, session: Session) -> dict[str, Any]:
