@@ -8,7 +8,6 @@ performing out of order never is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,8 +25,9 @@ class Address(NamedTuple):
 
     node: str
     kind: str
-    """`registry` (the node's one), `leader` (of a group), `agent` (session/incarnation), `lease` (a lease member), `asker`."""
+    """`registry`, `leader`, `agent`, `lease` (a lease member) or `asker` (whoever sent an `Ask`)."""
     name: str = ""
+    """The group of a leader, `session/incarnation` of an agent or lease member, the request of an asker."""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}@{self.node}" if self.name else f"{self.kind}@{self.node}"
@@ -309,19 +309,3 @@ MemberEffect = Send | StartReading | StopReading | Abandon | Redeliver | Park | 
 LeaderEffect = Send | Load | WatchStreams | Save | Retire
 RegistryEffect = Send | OpenLease | RenewLease | Claim | Resign | StartLeader | StopLeader | TrustUntil
 Effect = MemberEffect | LeaderEffect | RegistryEffect
-
-
-def merged(cursor: Cursor, mark: Mark) -> bool:
-    """Acknowledge in `cursor` whatever `mark` does; whether that was news."""
-    if mark.offset <= cursor.offset and all(not cursor.unacked(first, last + 1) for first, last in mark.acked):
-        return False
-    if mark.offset >= 0:
-        cursor.ack_range(0, mark.offset)
-    for first, last in mark.acked:
-        cursor.ack_range(first, last)
-    return True
-
-
-def total(marks: Iterable[Mark]) -> int:
-    """How many offsets these marks cover altogether; it only grows."""
-    return sum(mark.offset + 1 + sum(last - first + 1 for first, last in mark.acked) for mark in marks)

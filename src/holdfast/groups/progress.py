@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from zlib import crc32
 
 from holdfast.cursors import Cursor
-from holdfast.effects import Layer, Mark, Piece, merged
+from holdfast.effects import Layer, Mark, Piece
 from holdfast.errors import RequestError
 from holdfast.model import Stream
 
@@ -27,6 +27,17 @@ def slice_of(publisher: str, of: int) -> int:
     """Which of `of` slices this publisher's messages are in; the same on every node, for ever."""
     # The low bits chose the shard already: within one stream they are the same for everybody.
     return (crc32(publisher.encode()) >> 12) % of if of > 1 else 0
+
+
+def merged(cursor: Cursor, mark: Mark) -> bool:
+    """Acknowledge in `cursor` whatever `mark` does; whether that was news."""
+    if mark.offset <= cursor.offset and all(not cursor.unacked(first, last + 1) for first, last in mark.acked):
+        return False
+    if mark.offset >= 0:
+        cursor.ack_range(0, mark.offset)
+    for first, last in mark.acked:
+        cursor.ack_range(first, last)
+    return True
 
 
 class Done:

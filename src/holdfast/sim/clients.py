@@ -44,7 +44,6 @@ class Reader:
     in_flight: set[int]
     stopped: bool = False
     counts: bool = False
-    parked: int = 0
 
 
 @dataclass(slots=True)
@@ -91,7 +90,6 @@ class Member(Actor):
                 for offset in offsets:
                     self.node.truth.was_acked(loan, offset)
                 if reader := self.readers.get(loan):
-                    reader.parked += len(offsets)
                     reader.in_flight.difference_update(offsets)
                     self.world.after(0.02, self, _Pump(reader))
             case Joined():

@@ -61,7 +61,6 @@ class Workload:
         self.asks: dict[str, Ask] = {}
         self.requests = 0
         self.published = 0
-        self.stop_at = WEATHER_SECONDS
         self.publish_every = rng.choice([0.2, 0.4, 1.0])
 
     # ---------------------------------------------------------------------------------------- set up

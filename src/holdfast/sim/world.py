@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from math import inf
 from random import Random
 from typing import Protocol
 
-from holdfast.effects import Address, GroupId
+from holdfast.effects import Address
 from holdfast.groups.events import StreamInfo
 from holdfast.groups.messages import Answer, GroupMessage
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
@@ -188,10 +187,3 @@ class _Wire:
         node = world.nodes.get(to.node)
         if node is not None and node.up:
             node.route(to, message)
-
-
-def group_key(group: GroupId) -> str:
-    return str(group)
-
-
-NEVER = inf
