@@ -61,22 +61,27 @@ class SessionMachine(RuleBasedStateMachine):
             self.metadata.close()
             self.loop.close()
 
-    @initialize()
-    def begin(self) -> None:
-        self.seal()
+    @initialize(filter_text=st.sampled_from(FILTERS), qos=st.integers(0, 2))
+    def begin(self, filter_text: str, qos: int) -> None:
+        self.open_generation()
         self.heads = dict.fromkeys(self.log, 0)
+        self.connect(meanwhile=False, fails=False)
+        self.subscribe(filter_text, qos)
 
     # -- the log ------------------------------------------------------------------------------------------
 
+    @precondition(lambda self: self.generation < 3 and len(self.log[Stream("messages", 0, self.generation)]) > 2)
     @rule()
     def seal(self) -> None:
-        if self.generation < 4:
-            self.generation += 1
-            self.log |= {Stream("messages", shard, self.generation): [] for shard in range(SHARDS)}
+        self.open_generation()
+
+    def open_generation(self) -> None:
+        self.generation += 1
+        self.log |= {Stream("messages", shard, self.generation): [] for shard in range(SHARDS)}
 
     @rule(
         shard=st.integers(0, SHARDS - 1),
-        messages=st.lists(st.tuples(st.sampled_from(TOPICS), st.integers(0, 2)), min_size=1, max_size=5),
+        messages=st.lists(st.tuples(st.sampled_from(TOPICS), st.sampled_from([0, 1, 1, 2])), min_size=1, max_size=5),
         dispatched=st.booleans(),
         room=st.booleans(),
     )
@@ -87,9 +92,14 @@ class SessionMachine(RuleBasedStateMachine):
         if dispatched:
             self.dispatch(stream, room)
 
+    @precondition(lambda self: self.unnoticed)
     @rule(data=st.data(), room=st.booleans())
     def follow(self, data: st.DataObject, room: bool) -> None:
-        self.dispatch(data.draw(st.sampled_from(sorted(self.log))), room)
+        self.dispatch(data.draw(st.sampled_from(self.unnoticed)), room)
+
+    @property
+    def unnoticed(self) -> list[Stream]:
+        return [stream for stream in sorted(self.log) if len(self.log[stream]) > self.heads.get(stream, 0)]
 
     def dispatch(self, stream: Stream, room: bool = True) -> None:
         for older in [s for s in self.log if s.generation < stream.generation]:
@@ -147,6 +157,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.flush()
             self.save_record(connected=False)
 
+    @precondition(lambda self: self.session is not None and len(self.session.in_flight) > 2)
     @rule()
     def crash(self) -> None:
         """The node is killed, and started again."""
@@ -155,6 +166,25 @@ class SessionMachine(RuleBasedStateMachine):
         self.keeper.close()
         self.keeper = Keeper(self.metadata, "earliest")
         self.heads = {stream: len(messages) for stream, messages in self.log.items()}
+
+    @precondition(lambda self: self.connected)
+    @rule(
+        shard=st.integers(0, SHARDS - 1),
+        messages=st.lists(st.tuples(st.sampled_from(TOPICS), st.sampled_from([1, 1, 2])), min_size=1, max_size=4),
+        crashed=st.booleans(),
+        saved=st.booleans(),
+    )
+    def away(self, shard: int, messages: list[tuple[str, int]], crashed: bool, saved: bool) -> None:
+        """The usual: gone for a while, much happened, some of it not even noticed yet."""
+        if saved:
+            self.flush()
+        if crashed:
+            self.crash()
+        else:
+            self.disconnect(saved=saved)
+        self.append(shard, messages, dispatched=True, room=True)
+        self.connect(meanwhile=False, fails=False)
+        self.append(shard, messages, dispatched=False, room=True)
 
     def save_record(self, connected: bool) -> None:
         assert self.session is not None
@@ -175,7 +205,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.session.subscribe(subscription)
         self.save_record(connected=True)
 
-    @precondition(lambda self: self.connected and self.starts)
+    @precondition(lambda self: self.connected and len(self.starts) > 1)
     @rule(data=st.data())
     def unsubscribe(self, data: st.DataObject) -> None:
         assert self.session is not None
@@ -204,7 +234,7 @@ class SessionMachine(RuleBasedStateMachine):
         session.caught_up(stream, self.heads)
         session.dirty.add(stream)
 
-    @precondition(lambda self: self.connected)
+    @precondition(lambda self: self.connected and self.session.ready_rows)
     @rule(room=st.integers(1, 6))
     def send(self, room: int) -> None:
         assert self.session is not None
@@ -252,7 +282,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.acked.add(place)
         self.ever_acked.add(place)
 
-    @precondition(lambda self: self.session is not None)
+    @precondition(lambda self: self.session is not None and self.session.dirty)
     @rule()
     def flush(self) -> None:
         assert self.session is not None
@@ -285,7 +315,6 @@ class SessionMachine(RuleBasedStateMachine):
             taken = [(s, o) for s, o, _ in session.in_flight.values() if isinstance(s, Stream)]
             assert len(set(taken)) == len(taken), "one message under two packet ids"
 
-    @rule()
     def settle(self) -> None:
         """Given a client that reads and acknowledges, everything comes, whatever happened before."""
         if not self.connected:
