@@ -6,6 +6,7 @@ HoldfastError
 │  ├─ UnknownStream      no such log, stream or generation
 │  ├─ PreconditionFailed the stream was not where the caller expected it
 │  └─ StaleEpoch         a newer holder exists; the old one is refused
+├─ NodeUnavailable       a node cannot be reached just now
 ├─ StoreError            the store could not; __cause__ is the driver's error
 │  ├─ StoreFull          no room left to write; reading still works
 │  ├─ StoreUnavailable   the store cannot be reached just now
@@ -45,6 +46,10 @@ class PreconditionFailed(RequestError):
 
 class StaleEpoch(RequestError):
     """A newer epoch owns this; whoever speaks for an older one is refused."""
+
+
+class NodeUnavailable(HoldfastError):
+    """A node cannot be reached, or the connection to it is lost; it may be back soon."""
 
 
 class StoreError(HoldfastError):

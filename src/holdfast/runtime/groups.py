@@ -32,6 +32,7 @@ from holdfast.runtime.bus import LocalBus, PostgresBus
 from holdfast.runtime.dispatch import rows_of
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.ingest import LOG
+from holdfast.runtime.lease import LeaseMembers
 from holdfast.sessions.session import Session, Subscription
 from holdfast.sessions.shared import LoanFeed
 from holdfast.store.postgres import PostgresStore
@@ -85,6 +86,7 @@ class GroupHost:
         self._leases: dict[int, Lease] = {}
         self._asks: dict[str, asyncio.Future[m.Answer]] = {}
         self._thread = ThreadPoolExecutor(2, "holdfast-groups")
+        self.leases = LeaseMembers(self)
         self._looker = ThreadPoolExecutor(1, "holdfast-streams")
         self._last_words: asyncio.Event | None = None
 
@@ -147,6 +149,8 @@ class GroupHost:
                 waiting = self._asks.get(message.request)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
+            case "lease":
+                self.leases.deliver(to.name, message)
             case _:
                 logger.debug("nobody is at %s", to)
 
@@ -347,6 +351,7 @@ class GroupHost:
         if member is None:
             return
         self.report(connection, member)
+        self.leases.forget(connection)
         for feed in list(member.feeds.values()):
             feed.stopped = True
             self.node.dispatcher.remove_feed(feed)
