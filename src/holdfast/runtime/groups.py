@@ -48,6 +48,8 @@ DEAD_LETTERS = "dead-letters"
 PASS_OVER_SECONDS = 0.25
 """How often loans are told of messages that did not concern them."""
 
+BURY_AGAIN_SECONDS = 0.5
+
 ASK_SECONDS = 10.0
 
 
@@ -60,6 +62,8 @@ class Membership:
         self.agent = Agent(session.client_id, time.time_ns() // 1000, host.node_id, host.member_settings)
         self.driver = Driver(self.agent, lambda effect: host.agent_effect(self, effect))
         self.feeds: dict[Loan, LoanFeed] = {}
+        self.parked: dict[Loan, set[int]] = {}
+        """Not to be delivered, of loans that are about to be read."""
         self.subscriptions: dict[GroupId, Subscription] = {}
         self.closed = False
 
@@ -410,6 +414,8 @@ class GroupHost:
             case fx.Redeliver(loan, offsets):
                 self.node.spawn(self._redeliver(member, loan, offsets))
             case fx.Park(loan, offsets):
+                feed = member.feeds.get(loan)
+                (feed.parked if feed is not None else member.parked.setdefault(loan, set())).update(offsets)
                 self.node.spawn(self._park(member, loan, offsets))
             case fx.Joined(_, group, born):
                 if (subscription := member.subscriptions.get(group)) is not None:
@@ -431,6 +437,7 @@ class GroupHost:
         if subscription is None:
             return
         feed = LoanFeed(start, TopicFilter(borrower.group.filter), subscription)
+        feed.parked |= member.parked.pop(start.loan, set())
         member.feeds[start.loan] = feed
         self.node.dispatcher.add_feed(feed, member.connection)
 
@@ -470,11 +477,15 @@ class GroupHost:
         borrower = member.agent.borrowers.get(loan.member.number)
         if feed is None or borrower is None:
             return
-        try:
-            await self._off(self._bury, feed.stream, offsets, borrower.group)
-        except HoldfastError as error:
-            logger.warning("dead letters of %s were not stored: %s", borrower.group, error)
-            return
+        while True:
+            try:
+                await self._off(self._bury, feed.stream, offsets, borrower.group)
+                break
+            except HoldfastError as error:
+                logger.warning("dead letters of %s were not stored: %s", borrower.group, error)
+            await asyncio.sleep(BURY_AGAIN_SECONDS)
+            if member.feeds.get(loan) is not feed:
+                return  # the next one to hold the stream will do it
         for offset in offsets:
             feed.settle(offset)
         for packet_id, (place, offset, qos) in list(member.session.in_flight.items()):

@@ -27,6 +27,7 @@ class LoanFeed:
         "live",
         "loan",
         "next_offset",
+        "parked",
         "reading",
         "sent",
         "stopped",
@@ -48,6 +49,8 @@ class LoanFeed:
         self.counts = start.policy != NO_POLICY
         """The group counts deliveries."""
         self.in_flight: set[int] = set()
+        self.parked: set[int] = set()
+        """Never to be delivered: these are on their way to the dead letters, and news only when they are there."""
         self.sent: list[int] = []
         """Offsets sent since the agent was last told, where that is counted."""
         self._news: list[Range] = []
@@ -68,11 +71,15 @@ class LoanFeed:
                 if offsets[at] >= self.next_offset
                 and done.wants(offsets[at], publishers if isinstance(publishers, str) else publishers[at])
             ]
+        if self.parked:
+            mine = [at for at in mine if offsets[at] not in self.parked]
         self._pass_over([offsets[at] for at in mine], past)
         return mine
 
     def _pass_over(self, chosen: Sequence[int], past: int) -> None:
         at = self.next_offset
+        if self.parked:
+            chosen = sorted({*chosen, *(offset for offset in self.parked if at <= offset < past)})
         for offset in chosen:
             if offset > at:
                 self._news.append((at, offset - 1))

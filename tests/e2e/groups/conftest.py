@@ -32,6 +32,13 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="session")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A node with two streams, whose log may be sealed."""
+    with Node(tmp_path_factory.mktemp("few"), settings={**QUICK, "log.shards": 2}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def pair(postgres_server: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
     """Two nodes on one PostgreSQL; a test that stops one starts it again."""
     postgres_server.start()
