@@ -110,10 +110,12 @@ def test_a_real_cluster(postgres_url: str, tmp_path: Path) -> None:
     deploy = "org.apache.spark.deploy"
     host = ("--host", "127.0.0.1", "--webui-port")
     worker = (start, f"{deploy}.worker.Worker", "--cores", "1", "--memory", "1g", *host)
+    # Spark runs nothing twice on one host, so there are two.
+    other = [part.replace("127.0.0.1", "127.0.0.2") if isinstance(part, str) else part for part in worker]
     with (
         process(start, f"{deploy}.master.Master", "--port", str(port), *host, str(ui), **where),
         process(*worker, str(ui1), master, **where),
-        process(*worker, str(ui2), master, **where),
+        process(*other, str(ui2), master, **where | {"SPARK_LOCAL_IP": "127.0.0.2"}),
         process(sys.executable, DRIVER, "cluster", fleet.url, master, folder, **where) as driver,
     ):
         output, _ = driver.communicate(timeout=240)

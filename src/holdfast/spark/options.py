@@ -28,6 +28,10 @@ READING = {
     "slices": "exactly these, as JSON [[generation, shard, first, past], …]; in place of start and end",
     "pushdown": "true: read only what the query's filters let through; for a DataFrame that serves one query only",
     "lake": "where the lake is now, if not where it was written",
+    "group": "share the messages of this group, NAME:FILTER, with its other members; streams only",
+    "node": "with group: a node's MQTT address, host:port, or mqtts://host:port; 127.0.0.1:1883 unless told",
+    "username": "with group: as whom to connect to the node",
+    "password": "with group: and how to prove it",
 }
 WRITING = {
     "store": "the store's URL",
@@ -38,7 +42,6 @@ WRITING = {
     "writebatch": "with writeId: its how-manieth batch this is; a number that grows",
     "position": "with writeId: text to be kept with the batch, for whoever goes on from it",
 }
-MAYBE_LATER = {"group": "a streaming query cannot join a group yet; use subscription for a cursor of its own"}
 
 
 @contextmanager
@@ -61,8 +64,6 @@ def known(options: Mapping[str, str], takes: Mapping[str, str]) -> dict[str, str
     if "path" in given:  # .load("sqlite:///…") and .save(…)
         given.setdefault("store", given.pop("path"))
     for name in given:
-        if name in MAYBE_LATER:
-            raise RequestError(f"option {name!r}: {MAYBE_LATER[name]}")
         if name not in takes:
             raise RequestError(f"option {name!r} is not known; there are: {', '.join(sorted(takes))}")
     return given
@@ -145,6 +146,48 @@ def _slices(text: str | None) -> tuple[tuple[int, int, int, int], ...] | None:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """How a streaming query takes part in a group."""
+
+    name: str
+    filter: str
+    node: str
+    username: str | None
+    password: str | None
+    start: str | None
+    """Where the group begins, if it does not exist yet."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> GroupOptions | None:
+        if "group" not in given:
+            for name in ("node", "username", "password"):
+                if name in given:
+                    raise RequestError(f"option {name!r} goes with group, which is missing")
+            return None
+        # Only here: workers of queries without a group need nothing of it.
+        from holdfast.leases.client import parse_group
+        from holdfast.leases.line import parse_node
+
+        for name, why in _NOT_IN_A_GROUP.items():
+            if name in given:
+                raise RequestError(f"option {name!r} does not go with group: {why}")
+        group, node = parse_group(given["group"]), given.get("node", "127.0.0.1:1883")
+        parse_node(node)
+        if "start" in given:
+            parse_start(given["start"])
+        user = (given.get("username"), given.get("password"))
+        return cls(str(group), group.filter, node, *user, given.get("start"))
+
+
+_NOT_IN_A_GROUP = {
+    "topics": "a group has its filter, and what this query passed over would be lost to the others",
+    "subscription": "a group keeps its own cursors",
+    "metadata": "a group's cursors are kept by its node",
+    "log": "groups share the log 'messages'",
+}
+
+
+@dataclass(frozen=True, slots=True)
 class ReadOptions:
     """What a reader was told."""
 
@@ -161,6 +204,7 @@ class ReadOptions:
     lake: str | None
     pushdown: bool
     slices: tuple[tuple[int, int, int, int], ...] | None
+    group: GroupOptions | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, str], *, streaming: bool) -> ReadOptions:
@@ -169,11 +213,12 @@ class ReadOptions:
         only_here = (
             ("end", "pushdown", "slices")
             if streaming
-            else ("subscription", "metadata", "maxmessagespertrigger", "trimmed")
+            else ("subscription", "metadata", "maxmessagespertrigger", "trimmed", "group")
         )
         for name in only_here:
             if name in given:
                 raise RequestError(f"option {name!r} is for {'batches' if streaming else 'streams'} only")
+        group = GroupOptions.of(given)
         start = position(given["start"], log) if "start" in given else Next() if streaming else Beginning()
         end = position(given["end"], log) if "end" in given else Next()
         return cls(
@@ -190,6 +235,7 @@ class ReadOptions:
             lake=given.get("lake"),
             slices=_slices(given.get("slices")),
             pushdown=one_of(given, "pushdown", "false", "true") == "true",
+            group=group,
         )
 
 

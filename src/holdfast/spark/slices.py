@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,16 +92,21 @@ def read(
 ) -> Iterator[pa.RecordBatch]:
     """The wanted rows of these slices, in order."""
     for each in slices:
-        gathered: list[Piece] = []
-        waiting = 0
-        for piece in pieces(log, each, wanted, lake):
-            gathered.append(piece)
-            waiting += len(piece.offsets)
-            if waiting >= _ROWS_GATHERED:
-                yield maker.rows(each.stream, gathered)
-                gathered, waiting = [], 0
-        if gathered:
-            yield maker.rows(each.stream, gathered)
+        yield from gathered(each.stream, pieces(log, each, wanted, lake), maker)
+
+
+def gathered(stream: Stream, found: Iterable[Piece], maker: RowMaker) -> Iterator[pa.RecordBatch]:
+    """Rows of one stream, small blocks put together."""
+    some: list[Piece] = []
+    waiting = 0
+    for piece in found:
+        some.append(piece)
+        waiting += len(piece.offsets)
+        if waiting >= _ROWS_GATHERED:
+            yield maker.rows(stream, some)
+            some, waiting = [], 0
+    if some:
+        yield maker.rows(stream, some)
 
 
 def pieces(log: Log, each: Slice, wanted: Wanted, lake: str | None) -> Iterator[Piece]:

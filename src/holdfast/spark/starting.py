@@ -78,6 +78,7 @@ def _join(spark: SparkSession, master: str | None, given: dict[str, str]) -> Spa
         raise RequestError(f"this process has a Spark session on {running}; stop it before asking for {master}")
     for key, value in given.items():
         spark.conf.set(key, value)
+    _register(spark)  # it may be somebody else's
     return spark
 
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import gc
 import os
+import sqlite3
 import threading
 
 from holdfast.log import Log, open_log
+from holdfast.log.sqlite import SqliteLog, SqliteWatcher
+from holdfast.store import SqliteUrl, parse_url
+from holdfast.store.sqlite import SqliteStore
+
+MAPPED_BYTES = 1 << 34
 
 _open: dict[tuple[int, str], Log] = {}
 _lock = threading.Lock()
 _frozen = False
+
+
+class _MappedStore(SqliteStore):
+    """A store whose file is mapped: a worker reads all of it, once, and saves a copy of every page that way."""
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = super()._connect()
+        connection.execute(f"pragma mmap_size = {MAPPED_BYTES}")
+        return connection
 
 
 def log_at(url: str) -> Log:
@@ -18,7 +33,12 @@ def log_at(url: str) -> Log:
     with _lock:
         key = (os.getpid(), url)
         if key not in _open:
-            _open[key] = open_log(url, notifications=False)
+            match parse_url(url):
+                case SqliteUrl(path):
+                    store = _MappedStore(path)
+                    _open[key] = Log(SqliteLog(store), SqliteWatcher(store))
+                case _:
+                    _open[key] = open_log(url, notifications=False)
         return _open[key]
 
 

@@ -89,10 +89,13 @@ def lake(
     progress = Progress("lake", "working")
     wake = Wake(log, set(options.logs), stop)
     try:
-        for name in options.logs:
-            sweep(log, name)
+        swept = float("-inf")
         while True:
             busy = False
+            if time.monotonic() - swept > STRAY_SECONDS:
+                swept = time.monotonic()
+                for name in options.logs:
+                    sweep(log, name)
             for name in options.logs:
                 begun = time.monotonic()
                 taken, left = export(spark, store, name, options)
