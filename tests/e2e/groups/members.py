@@ -49,8 +49,8 @@ class Ledger:
     acked_at: dict[str, float] = field(default_factory=dict)
     unsure: set[str] = field(default_factory=set)
     """Acknowledged by a member that crashed before it could know whether that was read."""
-    again: list[tuple[str, str, str]] = field(default_factory=list)
-    """(payload, who had acknowledged it, who was given it once more)."""
+    again: list[tuple[str, str, float, str]] = field(default_factory=list)
+    """(payload, who had acknowledged it, when, who was given it once more)."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note_given(self, member: str, deliveries: Iterable[Delivery]) -> None:
@@ -58,14 +58,15 @@ class Ledger:
             for each in deliveries:
                 self.given.setdefault(each.payload, []).append(member)
                 if each.payload in self.acked:
-                    self.again.append((each.payload, self.acked[each.payload], member))
+                    by, at = self.acked[each.payload], self.acked_at[each.payload]
+                    self.again.append((each.payload, by, at, member))
 
     def note_acked(self, member: str, payloads: Iterable[str]) -> None:
         with self.lock:
             now = time.monotonic()
             for payload in payloads:
                 self.acked[payload] = member
-                self.acked_at.setdefault(payload, now)
+                self.acked_at[payload] = now
 
     def take_back(self, payloads: Iterable[str]) -> None:
         """These acknowledgements may never have been read."""
@@ -90,7 +91,7 @@ class Ledger:
     def check(self, crashed: Iterable[str] = (), before: float = 0.0) -> None:
         """Nothing acknowledged came again; of the members `crashed` with their node, nothing acknowledged `before`."""
         lost = set(crashed)
-        bad = [each for each in self.again if each[1] not in lost or self.acked_at[each[0]] < before]
+        bad = [each for each in self.again if each[1] not in lost or each[2] < before]
         assert not bad, f"{len(bad)} came again though acknowledged: {bad[:10]}"
 
 
