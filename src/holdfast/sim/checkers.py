@@ -157,7 +157,9 @@ class Truth:
 
     # --------------------------------------------------------------------------------------- leaders
 
-    def leader_says(self, group: GroupId, epoch: int, send: Send) -> None:
+    def leader_says(self, group: GroupId, epoch: int, send: Send, *, fresh: bool) -> None:
+        if not fresh:
+            return
         match send.message:
             case Grant(piece=piece, course=course, mark=mark, skip=skip):
                 self._knows_what_is_durable(group, Leased(piece, course, mark, skip))

@@ -81,6 +81,7 @@ class Actor:
         self.world = node.world
         self.alive = True
         self.busy = False
+        self.decided_before = False
         self.inbox: deque[object] = deque()
         self.armed = inf
 
@@ -178,7 +179,10 @@ class Actor:
         elif not done.landed:
             self.perform(self.machine.handle(Deposed(), now))
         else:
+            # Decided before the save, said after it, however long that took: members go by when they asked.
+            self.decided_before = True
             self.perform(done.rest)
+            self.decided_before = False
 
 
 class _Disk:
@@ -213,7 +217,7 @@ class LeaderActor(Actor):
         self.group, self.epoch = start.group, start.epoch
 
     def check(self, send: Send) -> None:
-        self.node.truth.leader_says(self.group, self.epoch, send)
+        self.node.truth.leader_says(self.group, self.epoch, send, fresh=not self.decided_before)
 
     def effect(self, effect: Effect) -> None:
         world = self.world
