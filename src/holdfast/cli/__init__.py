@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import group, output, password, session
+from holdfast.cli import group, output, password, pipeline, session
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 log_app = typer.Typer(no_args_is_help=True, help="Look at and look after the log.")
 app.add_typer(group.app, name="group")
+app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(session.app, name="session")
 app.add_typer(log_app, name="log")
 app.add_typer(password.app, name="password")
@@ -70,6 +71,19 @@ def serve(
     if config is None and Path("holdfast.toml").exists():
         config = Path("holdfast.toml")
     run(from_environment(config, [*flags, *(set_ or [])]))
+
+
+@app.command()
+def sim(
+    seeds: Annotated[str, typer.Option(help="FIRST:PAST, which seeds to run.")] = "0:200",
+    seed: Annotated[int | None, typer.Option(help="Replay this one and print its story.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="With --seed: print every effect.")] = False,
+) -> None:
+    """Run the group machines in virtual time through loss, crashes and partitions, one seed after the other."""
+    from holdfast.sim.__main__ import main as run_sim
+
+    arguments = ["--seeds", seeds] if seed is None else ["--seed", str(seed), *(["-v"] if verbose else [])]
+    sys.exit(run_sim(arguments))
 
 
 @log_app.command("ls")

@@ -23,7 +23,7 @@ from holdfast.log.contract import Chunk, Head, Reading
 from holdfast.log.log import BYTES_MAX, ROWS_MAX, Log
 from holdfast.log.manifest import Manifest
 from holdfast.model import RETAIN, Micros, Stream
-from holdfast.topics import TopicFilter
+from holdfast.topics import TopicFilter, Wanted
 
 CACHE_BYTES = 256 << 20
 
@@ -149,7 +149,7 @@ class History:
         stream: Stream,
         offset: int,
         *,
-        topics: TopicFilter | str | None = None,
+        topics: Wanted | str | None = None,
         rows_max: int = ROWS_MAX,
         bytes_max: int = BYTES_MAX,
     ) -> Reading:

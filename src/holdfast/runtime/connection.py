@@ -445,7 +445,9 @@ class Connection(asyncio.Protocol):
             if qos == RELEASED:
                 out.append(b"\x62\x02" + PACKET_IDS[packet_id])
             elif rows is not None and self.session is not None:
-                out.append(self.session.encode_again(packet_id, rows, row, qos, self.version, time.time()))
+                again = self.session.encode_again(packet_id, rows, row, qos, self.version, time.time())
+                if len(again) <= self._packet_max:
+                    out.append(again)
         if out:
             self.send(b"".join(out))
 

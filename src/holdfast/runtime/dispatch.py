@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 from holdfast.errors import HoldfastError, UnknownStream
 from holdfast.log import Appended, Chunk, Log
 from holdfast.log import blocks as columns
+from holdfast.log.history import History
 from holdfast.model import Batch, Stream
 from holdfast.mqtt.trie import Trie
 from holdfast.runtime.ingest import LOG
 from holdfast.sessions.session import Rows, Session, Skipped
+from holdfast.topics import Wanted
 
 if TYPE_CHECKING:
     from holdfast.runtime.connection import Connection
@@ -49,6 +51,9 @@ class Dispatcher:
         self.on_streams_changed: Callable[[], None] = lambda: None
         self.heads: dict[Stream, int] = {}
         self.sealed: set[Stream] = set()
+        self.lake: dict[Stream, int] = {}
+        """Streams that only the lake still holds, and where they end."""
+        self.history = History(log)
         self._early: dict[Stream, dict[int, Rows]] = {}
         """Our own blocks that came before other processes' blocks in front of them were read."""
         self._pool = ThreadPoolExecutor(READERS, "holdfast-reader")
@@ -62,12 +67,22 @@ class Dispatcher:
         self.refresh()
         self._task = asyncio.create_task(self._follow(), name="follow")
 
+    @property
+    def known(self) -> dict[Stream, int]:
+        """How far every stream can be read, the lake's included."""
+        return {**self.lake, **self.heads} if self.lake else self.heads
+
+    def look_at_lake(self) -> None:
+        """Which streams the store has dropped and the lake still has (takes a look into the store)."""
+        self.lake = {h.stream: h.next_offset for h in self.history.heads(LOG) if h.stream not in self.heads}
+
     def refresh(self) -> None:
         """Take the streams as they are now as dispatched. Only before anyone is connected."""
         for head in self._log.heads(LOG):
             self.heads[head.stream] = head.next_offset
             if head.sealed:
                 self.sealed.add(head.stream)
+        self.look_at_lake()
 
     # -- from our own commits ----------------------------------------------------------------------------
 
@@ -79,9 +94,7 @@ class Dispatcher:
             rows = Rows(stream, range(placed.base, placed.base + placed.count), batch, now)
             head = self.heads.get(stream)
             if head is None:
-                head = self.heads[stream] = 0
-                self.note_sealed()
-                self.on_streams_changed()
+                head = -1  # a new generation: first what is left of the old one, which others may have added to
             if placed.base == head:
                 heard |= self._dispatch(rows)
                 self._dispatch_early(stream)
@@ -96,13 +109,10 @@ class Dispatcher:
                     heard.update(topic for topic in set(batch.topics) if topic not in heard and others.match(topic))
         return heard
 
-    def note_sealed(self) -> None:
-        """A new generation has appeared: streams of older ones have been finalised."""
-        newest = max((s.generation for s in self.heads), default=0)
-        self.sealed = {s for s in self.heads if s.generation < newest}
-
     def _dispatch_early(self, stream: Stream) -> None:
         early = self._early.get(stream)
+        for base in [base for base in early or () if base < self.heads[stream]]:
+            del self._early[stream][base]  # overtaken: it was read from the log
         while early:
             rows = early.pop(self.heads[stream], None)
             if rows is None:
@@ -278,11 +288,12 @@ class Dispatcher:
                     del self.heads[stream]  # dropped by retention
                     self.sealed.discard(stream)
                 for head in heads:
-                    if head.sealed:
-                        self.sealed.add(head.stream)
                     self.heads.setdefault(head.stream, 0)
                     await self._catch_up_with(head.stream, head.next_offset)
+                    if head.sealed:  # only now: a stream is done with once it has been dispatched to its end
+                        self.sealed.add(head.stream)
                 if changed:
+                    await loop.run_in_executor(self._pool, self.look_at_lake)
                     self.on_streams_changed()
             except HoldfastError as error:
                 logger.warning("cannot follow the log: %s", error)
@@ -331,17 +342,17 @@ class Dispatcher:
             self._reading += 1
             loop = asyncio.get_running_loop()
             # No further than has been dispatched: what is committed beyond that will be offered.
-            until = self.heads.get(stream)
-            reading = loop.run_in_executor(self._pool, self._read, stream, session.behind[stream], until, session)
+            until = self.known.get(stream)
+            at, wanted = session.behind[stream], session.wanted
+            reading = loop.run_in_executor(self._pool, self._read, stream, at, until, wanted)
             reading.add_done_callback(
-                lambda done, c=connection, s=session, t=stream: self._fed(c, s, t, done)  # type: ignore[misc]
+                lambda done, c=connection, s=session, t=stream, w=wanted: self._fed(c, s, t, w, done)  # type: ignore[misc]
             )
 
     def _read(
-        self, stream: Stream, at: int, until: int | None, session: Session
+        self, stream: Stream, at: int, until: int | None, wanted: Wanted | None
     ) -> tuple[int, int, list[Rows], list[Skipped]]:
         """On a reader's thread: from, to (-1: the stream is gone), rows, what could not be read."""
-        wanted = session.wanted
         try:
             reading = self._log.read(
                 stream,
@@ -353,7 +364,12 @@ class Dispatcher:
                 on_corrupt="skip",
             )
         except UnknownStream as error:
-            return at, -1, [], [Skipped(str(stream), at, None, str(error), time.time())]
+            try:
+                reading = self.history.read(
+                    stream, at, topics=wanted, rows_max=READ_ROWS, bytes_max=self._pending_bytes_max
+                )
+            except UnknownStream:
+                return at, -1, [], [Skipped(str(stream), at, None, str(error), time.time())]
         lost = [Skipped(str(s), first, past, reason, time.time()) for s, first, past, reason in reading.skipped]
         return at, reading.next_offset, [rows_of(chunk) for chunk in reading.chunks], lost
 
@@ -362,6 +378,7 @@ class Dispatcher:
         connection: Connection,
         session: Session,
         stream: Stream,
+        wanted: Wanted | None,
         done: asyncio.Future[tuple[int, int, list[Rows], list[Skipped]]],
     ) -> None:
         self._reading -= 1
@@ -372,7 +389,9 @@ class Dispatcher:
             logger.warning("cannot read %s for %s: %s", stream, session.client_id, error)
             asyncio.get_running_loop().call_later(0.5, self.feed, connection)
         else:
-            if connection.session is session and not connection.closed and session.behind.get(stream) == at:
+            same = connection.session is session and not connection.closed and session.behind.get(stream) == at
+            # Read for other filters than the session has now, it says nothing about those: read it again.
+            if same and session.wanted is wanted:
                 for skip in lost:
                     logger.warning(
                         "%s: skipped %s from %d: %s", session.client_id, skip.stream, skip.first, skip.reason
@@ -384,9 +403,9 @@ class Dispatcher:
                     del session.behind[stream]
                 else:
                     session.behind[stream] = past
-                    session.caught_up(stream, self.heads)
+                    session.caught_up(stream, self.known)
                     session.dirty.add(stream)
-                connection.pump()
+            connection.pump()
         self._feed_next()
 
     def close(self) -> None:

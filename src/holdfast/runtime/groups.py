@@ -86,11 +86,11 @@ class GroupHost:
         self.leaders: dict[str, Driver] = {}
         self.members: dict[str, Membership] = {}
         """By the agent's address name."""
+        self.leases = LeaseMembers(self)
         self._by_connection: dict[Connection, Membership] = {}
         self._leases: dict[int, Lease] = {}
         self._asks: dict[str, asyncio.Future[m.Answer]] = {}
         self._thread = ThreadPoolExecutor(2, "holdfast-groups")
-        self.leases = LeaseMembers(self)
         self._looker = ThreadPoolExecutor(1, "holdfast-streams")
         self._last_words: asyncio.Event | None = None
 
@@ -149,12 +149,12 @@ class GroupHost:
                 elif (group := self._group_of(message)) is not None:
                     for send in farewell(message, group, self.node_id):
                         self.send(send.to, send.message)
+            case "lease":
+                self.leases.deliver(to.name, message)
             case "asker":
                 waiting = self._asks.get(message.request)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case "lease":
-                self.leases.deliver(to.name, message)
             case _:
                 logger.debug("nobody is at %s", to)
 
@@ -351,11 +351,11 @@ class GroupHost:
 
     def leave(self, connection: Connection) -> None:
         """The connection is over: whatever it knows goes to the leaders, its loans go back."""
+        self.leases.forget(connection)
         member = self._by_connection.pop(connection, None)
         if member is None:
             return
         self.report(connection, member)
-        self.leases.forget(connection)
         for feed in list(member.feeds.values()):
             feed.stopped = True
             self.node.dispatcher.remove_feed(feed)

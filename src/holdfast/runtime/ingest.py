@@ -63,9 +63,10 @@ class _Shard:
 class OpenBatch:
     """What waits for the next commit, and who is to be told when it has happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int) -> None:
         self.shards: dict[int, _Shard] = {}
-        self.generation = 0
+        self.generation = generation
+        """The one its shards are of, at most: a batch begun before a seal is sorted anew."""
         self.bytes = 0
         self.acks: list[tuple[Connection, Inbox]] = []
         self.after: list[Callable[[bool], None]] = []
@@ -91,15 +92,13 @@ class Ingest:
         self._bytes_max = bytes_max
         self._committed = committed
         self._failed = failed
-        self._open = OpenBatch()
+        self.generation = log.generations(LOG)[-1]
+        self._open = OpenBatch(self.generation.number)
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._waiting: list[Connection] = []
         self._thread = ThreadPoolExecutor(1, "holdfast-writer")
         self._task: asyncio.Task[None] | None = None
         self.by_publisher = log.logs()[LOG] == "publisher"
-        self.generation = log.generations(LOG)[-1]
         self._writer = 0
         self.messages = 0
         self.commits = 0
@@ -166,7 +165,6 @@ class Ingest:
         self._kick()
 
     def _kick(self) -> None:
-        self._idle.clear()
         self._wake.set()
 
     # -- committing --------------------------------------------------------------------------------------
@@ -176,7 +174,7 @@ class Ingest:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            batch, self._open = self._open, OpenBatch()
+            batch, self._open = self._open, OpenBatch(self.generation.number)
             waiting, self._waiting = self._waiting, []
             for connection in waiting:
                 connection.go_on()
@@ -192,7 +190,9 @@ class Ingest:
                 if parts:
                     for part in parts.values():
                         part.times = now
-                    appended = await loop.run_in_executor(self._thread, self._commit, parts, batch.retained)
+                    appended = await loop.run_in_executor(
+                        self._thread, self._commit, batch.generation, parts, batch.retained
+                    )
             except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
                 logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
                 self._tell_failed(batch, error)
@@ -200,18 +200,16 @@ class Ingest:
             self.commits += 1
             heard = self._committed(appended, parts, now) if appended is not None else frozenset()
             self._acknowledge(batch, heard)
-            if not self._wake.is_set():
-                self._idle.set()
 
     def is_writing_here(self) -> bool:
         """Is this the writer's own thread, in the middle of a commit?"""
         return threading.get_ident() == self._writer
 
-    def _commit(self, parts: dict[int, Batch], retained: list[Retained]) -> Appended:
+    def _commit(self, generation: int, parts: dict[int, Batch], retained: list[Retained]) -> Appended:
         """On the writer's thread."""
         self._writer = threading.get_ident()
         if self.by_publisher:
-            appended = self._log.append_sharded(LOG, self.generation.number, parts, retained)
+            appended = self._log.append_sharded(LOG, generation, parts, retained)
             if appended is not None:
                 return appended
             self.generation = self._log.generations(LOG)[-1]
@@ -252,10 +250,6 @@ class Ingest:
         for connection, _ in batch.acks:
             connection.store_failed()
         self._failed(error)
-
-    async def drained(self) -> None:
-        """Everything taken so far is durable or refused."""
-        await self._idle.wait()
 
     async def close(self) -> None:
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -101,6 +101,11 @@ def record_of(session: Session, connected: bool, now: float, clean_stop: bool = 
     )
 
 
+def _oldest(subscription: Subscription) -> int:
+    """The oldest generation there was when it was made."""
+    return min((stream.generation for stream in subscription.since), default=0)
+
+
 class Keeper:
     """One thread that talks to the metadata store."""
 
@@ -199,10 +204,20 @@ class Keeper:
         session.generation = max((s.generation for s in heads), default=0)
         if not session.subscriptions:
             return session
+        self._note_trimmed(session, heads)
         crashed = record.connected and not record.clean_stop
         for stream, head in heads.items():
             self._restore_stream(session, stream, head, crashed)
         return session
+
+    def _note_trimmed(self, session: Session, heads: dict[Stream, int]) -> None:
+        """Streams that were dropped while nobody was there to see it, with something of them unread for all we know."""
+        for subscription in session.subscriptions.values():
+            for stream in [s for s in subscription.since if s not in heads]:
+                key = cursor_key(LOG, stream, subscription_name(session.client_id, subscription.filter))
+                cursor = self.cursors.load(key)
+                if cursor is not None:
+                    session.behind[stream] = max(cursor.floor, session.behind.get(stream, 0))
 
     def _restore_stream(self, session: Session, stream: Stream, head: int, crashed: bool) -> None:
         """The session reads on where its least advanced subscription is; the others are past that already."""
@@ -210,6 +225,8 @@ class Keeper:
         cursors: dict[str, Cursor] = {}
         for subscription in session.subscriptions.values():
             since = subscription.since.get(stream, 0)  # a stream it does not know is younger than itself
+            if stream not in subscription.since and stream.generation < _oldest(subscription):
+                since = head  # or much older: only the lake has it, and nobody asked for it
             name = subscription_name(session.client_id, subscription.filter)
             try:
                 cursor = self.cursors.load(cursor_key(LOG, stream, name))

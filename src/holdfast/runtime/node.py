@@ -23,7 +23,7 @@ from holdfast.groups.shares import is_shared, parse_share
 from holdfast.log import open_log
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.metadata import open_metadata
-from holdfast.model import RETAIN, Beginning, Next, Start, Stream, parse_start
+from holdfast.model import RETAIN, At, Beginning, Next, Since, Start, Stream, parse_start
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
@@ -35,7 +35,7 @@ from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
 from holdfast.runtime.lease import is_lease
 from holdfast.runtime.metrics import Metrics
 from holdfast.sessions.retained import RetainedMessages
-from holdfast.sessions.session import NEVER, Rows, Session, Subscription
+from holdfast.sessions.session import NEVER, Rows, Session, Skipped, Subscription
 from holdfast.settings import AuthSettings, Settings
 
 logger = logging.getLogger("holdfast.node")
@@ -227,7 +227,7 @@ class Node:
         session = self.sessions.get(client_id)
         if session is None and client_id in self.stored:
             record = self.stored[client_id]
-            session = await self.keeper.call(self.keeper.restore, record, dict(self.dispatcher.heads))
+            session = await self.keeper.call(self.keeper.restore, record, dict(self.dispatcher.known))
             self.stored.pop(client_id, None)
             self.sessions[client_id] = session
         present = session is not None
@@ -250,7 +250,9 @@ class Node:
             self._expire_later(client_id, time.time(), session.expiry_seconds)
             return
         self.connections[client_id] = connection
-        session.unpark(self.dispatcher.heads, time.time())
+        gaps = len(session.skipped)
+        session.unpark(self.dispatcher.known, time.time())
+        self._trimmed(session, session.skipped[gaps:])
         for filter_text in session.subscriptions:
             self.dispatcher.away.remove(filter_text, client_id)
             self.dispatcher.live.add(filter_text, connection)
@@ -260,6 +262,15 @@ class Node:
             for filter_text, subscription in session.shared.items():
                 await self.groups.join(connection, session, parse_share(filter_text), subscription)
             connection.pump()
+
+    def _trimmed(self, session: Session, gaps: list[Skipped]) -> None:
+        """Retention was faster than this session: a record is kept, and the policy decides how it goes on."""
+        for gap in gaps:
+            logger.warning("%s: %s from offset %d on is gone: %s", session.client_id, gap.stream, gap.first, gap.reason)
+        if gaps and self.settings.sessions.on_trimmed == "error":
+            raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
+        if gaps and self.settings.sessions.on_trimmed == "latest":
+            session.behind.clear()
 
     async def _under_way(self, session: Session) -> list[tuple[int, Rows | None, int, int]]:
         """What was sent and not acknowledged, fetched from the log again, in the order it was sent."""
@@ -309,6 +320,8 @@ class Node:
         self.spawn(self._save_parked(session))
 
     async def _save_parked(self, session: Session) -> None:
+        if self.sessions.get(session.client_id) is not session:
+            return  # it has ended meanwhile: what was deleted must stay so
         await self.keeper.flush([session], self.dispatcher.heads)
         if session.client_id not in self.connections and self.sessions.get(session.client_id) is session:
             await self.keeper.save(record_of(session, connected=False, now=time.time()))
@@ -440,9 +453,8 @@ class Node:
         if not known or start is not None:
             asked = start or Next()
             if isinstance(asked, Next):
-                subscription.since = {stream: session.position(stream, heads) for stream in heads}
+                subscription.since = dict(heads)
                 if not session.subscriptions:
-                    subscription.since = dict(heads)
                     session.behind.clear()
             else:
                 await self._start_earlier(session, subscription, asked)
@@ -458,17 +470,40 @@ class Node:
         """Begin in the past: the session goes back, and its other subscriptions let what they had pass."""
         loop = asyncio.get_running_loop()
         asked = await loop.run_in_executor(None, self.log.positions, LOG, start, subscription.matcher)
+        in_lake = await loop.run_in_executor(None, self._in_lake, start)
+        # From here to the end of the caller nothing waits: nobody reads on for the session in between.
         heads = self.dispatcher.heads
         for stream, head in heads.items():
             at = asked.get(stream, head if not isinstance(start, Beginning) else 0)
             before = session.position(stream, heads)
             subscription.since[stream] = at
             if at < before:
+                session.go_back(stream, at, heads, subscription.filter)
+        for stream, (at, end) in in_lake.items():
+            subscription.since[stream] = at
+            if at < end:
                 for other in session.subscriptions.values():
                     if other.filter != subscription.filter:
-                        other.since[stream] = max(other.since.get(stream, 0), before)
+                        other.since.setdefault(stream, end)
                 session.behind[stream] = at
-                session.acked.pop(stream, None)
+
+    def _in_lake(self, start: Start) -> dict[Stream, tuple[int, int]]:
+        """Where a start lies in the streams that only the lake still holds, and where those end."""
+        history = self.dispatcher.history
+        self.dispatcher.look_at_lake()
+        found = {}
+        for stream, end in self.dispatcher.lake.items():
+            match start:
+                case Beginning():
+                    at = 0
+                case Since():
+                    at = history.offset_at(history.head(stream), start.micros)
+                case At():
+                    at = min(start.offsets.get(stream, end if start.every is None else start.every), end)
+                case _:
+                    at = end
+            found[stream] = (at, end)
+        return found
 
     async def unsubscribe(self, connection: Connection, packet: p.Unsubscribe) -> bytes:
         session = connection.session
@@ -592,7 +627,8 @@ class Node:
             try:
                 await asyncio.get_running_loop().run_in_executor(None, maintain, self.log, retention)
                 kept = {head.stream for head in self.log.heads(LOG)}
-                for stream in before - kept:
+                await asyncio.get_running_loop().run_in_executor(None, self.dispatcher.look_at_lake)
+                for stream in before - kept - self.dispatcher.lake.keys():
                     await self.keeper.call(self._forget_stream, stream)
                 await self.groups.expire_idle()
                 self.failure = None

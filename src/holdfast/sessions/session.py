@@ -68,6 +68,8 @@ class Subscription:
     """Of a shared one: which group it is in, should one of the same name be made anew."""
     since: dict[Stream, int] = field(default_factory=dict)
     """Where it began, by stream: earlier messages are not its own."""
+    carried: dict[Stream, set[int]] = field(default_factory=dict)
+    """Below `since`, what was under way when `since` was raised: still its own until it is acknowledged."""
     matcher: TopicFilter = field(init=False)
     identifier_bytes: bytes = field(init=False)
 
@@ -202,6 +204,19 @@ class Session:
         self.ready_rows = self.ready_bytes = 0
         for rows, picks, at, feed in waiting:
             self.put_ready(rows, picks[at:] if feed is not None else [i for i in picks[at:] if wanted(rows, i)], feed)
+
+    def go_back(self, stream: Stream, at: int, heads: Mapping[Stream, int], wanted: str) -> None:
+        """Read this stream again from here, for the one filter; the others have had what comes before."""
+        before = self.position(stream, heads)
+        under_way = {offset for place, offset, _ in self.in_flight.values() if place == stream}
+        for subscription in self.subscriptions.values():
+            if subscription.filter != wanted:
+                since = subscription.since.get(stream, 0)
+                subscription.since[stream] = max(since, before)
+                subscription.carried.setdefault(stream, set()).update(o for o in under_way if o >= since)
+        self.behind[stream] = at
+        self.acked.pop(stream, None)
+        self._keep_ready(lambda rows, _: rows.stream != stream)
 
     def drop_ready(self, feed: Feed) -> None:
         """The loan is over: what waits of it goes back to the group."""
@@ -565,7 +580,10 @@ class Session:
                 cursor = known[subscription.filter].copy() if subscription.filter in known else Cursor()
                 cursor.epoch = self.epoch
                 first = 0
+                since, carried = subscription.since.get(stream, 0), subscription.carried.get(stream, ())
                 for offset in open_:
+                    if offset < since and offset not in carried:
+                        continue  # another subscription's: this one began later
                     if first < offset < past:
                         cursor.ack_range(first, offset - 1)
                     if offset < past:

@@ -223,7 +223,7 @@ def make_app(node: Node) -> FastAPI:
         found = node.sessions.get(client_id)
         if found is None and client_id in node.stored:
             record = node.stored[client_id]
-            found = await node.keeper.call(node.keeper.restore, record, dict(node.dispatcher.heads))
+            found = await node.keeper.call(node.keeper.restore, record, dict(node.dispatcher.known))
         if found is None:
             raise UnknownStream(f"there is no session {client_id!r}")
         return _json(_session_whole(node, found))
