@@ -19,6 +19,8 @@ from holdfast.groups.events import TICK
 
 logger = logging.getLogger("holdfast.groups")
 
+FAR_SECONDS, GRID_SECONDS = 0.2, 0.02
+
 
 class Machine(Protocol):
     deadline: float
@@ -109,7 +111,11 @@ class Driver:
             self._timer = None
         self._armed = deadline
         if deadline != inf and self.alive:
-            self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._tick)
+            delay = max(0.0, deadline - time.monotonic())
+            if delay > FAR_SECONDS:
+                # Far off, a little later is as good: thousands of machines then wake together, not one by one.
+                delay += GRID_SECONDS - deadline % GRID_SECONDS
+            self._timer = self._loop.call_later(delay, self._tick)
 
     def _tick(self) -> None:
         self._timer, self._armed = None, inf

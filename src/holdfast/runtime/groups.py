@@ -93,6 +93,9 @@ class GroupHost:
         self._thread = ThreadPoolExecutor(2, "holdfast-groups")
         self._looker = ThreadPoolExecutor(1, "holdfast-streams")
         self._last_words: asyncio.Event | None = None
+        self._passed: dict[Stream, int] = {}
+        """How far each stream went when loans were last told of what did not concern them."""
+        self._outbox: list[tuple[Address, Any]] = []
 
     def start(self) -> None:
         store = getattr(self.log.backend, "store", None)
@@ -131,10 +134,21 @@ class GroupHost:
     # -- messages ----------------------------------------------------------------------------------------
 
     def send(self, to: Address, message: Any) -> None:
-        if to.node == self.node_id:
-            asyncio.get_running_loop().call_soon(self.deliver, to, message)
-        else:
+        if to.node != self.node_id:
             self.bus.send(to, message)
+            return
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        self._outbox.append((to, message))
+
+    def _hand_over(self) -> None:
+        """What was said here to machines here in one turn of the loop; what they answer is for the next."""
+        outbox, self._outbox = self._outbox, []
+        for to, message in outbox:
+            try:
+                self.deliver(to, message)
+            except Exception:  # our own fault; the others' messages are none the worse for it
+                logger.exception("%s could not be told %s", to, type(message).__name__)
 
     def deliver(self, to: Address, message: Any) -> None:
         match to.kind:
@@ -395,11 +409,16 @@ class GroupHost:
         """Now and then: what was committed and did not concern a loan is done with, too."""
         while True:
             await asyncio.sleep(PASS_OVER_SECONDS)
-            heads = self.node.dispatcher.heads
+            heads, before = self.node.dispatcher.heads, self._passed
+            moved = {stream for stream, head in heads.items() if before.get(stream) != head}
+            if not moved:
+                continue  # nothing came: ten thousand idle loans cost nothing
+            self._passed = dict(heads)
             for member in list(self.members.values()):
                 for feed in list(member.feeds.values()):
-                    feed.pass_to(heads.get(feed.stream, 0))
-                    self._tell(member, feed)
+                    if feed.stream in moved:
+                        feed.pass_to(heads[feed.stream])
+                        self._tell(member, feed)
 
     def agent_effect(self, member: Membership, effect: Any) -> Awaitable[Any] | None:
         match effect:

@@ -68,12 +68,14 @@ class Ledger:
                 self.acked[payload] = member
                 self.acked_at[payload] = now
 
-    def take_back(self, payloads: Iterable[str]) -> None:
-        """These acknowledgements may never have been read."""
+    def take_back(self, member: str, payloads: Iterable[str]) -> None:
+        """These acknowledgements of that member may never have been read."""
         with self.lock:
-            for payload in payloads:
+            lost = set(payloads)
+            for payload in lost:
                 self.acked.pop(payload, None)
-                self.unsure.add(payload)
+            self.unsure |= lost
+            self.again = [each for each in self.again if each[0] not in lost or each[1] != member]
 
     def await_acked(self, wanted: Iterable[str], seconds: float = SECONDS) -> None:
         missing = set(wanted)
@@ -214,7 +216,7 @@ class Member:
                 self.sock.shutdown(socket.SHUT_RD)
             self.sock.close()
         self._thread.join(SECONDS)
-        self.ledger.take_back([*self._unsure, *(self._pinged or [])])
+        self.ledger.take_back(self.client_id, [*self._unsure, *(self._pinged or [])])
 
     def close(self) -> None:
         self._gone = True
