@@ -8,10 +8,10 @@ BIN := .venv/bin
 .PHONY: setup demo test check bench soak clean
 setup: .venv/.ready
 
-.venv/.ready: requirements.txt pyproject.toml
+.venv/.ready: requirements.txt requirements-spark.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Holdfast needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + " (say which with make PYTHON=...)")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt --requirement requirements-spark.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/holdfast demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not soak"
 
 check: setup
 	$(BIN)/ruff check src tests bench

@@ -46,7 +46,7 @@ def test_what_the_document_shows_works(path: Path, tmp_path: Path) -> None:
         assert command.startswith(".venv/bin/"), f"{path.name}: how is {command!r} to be run?"
         line = command.replace(".venv/bin/", f"{bin_folder}/", 1)
         done = subprocess.run(
-            line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=dict(os.environ)
+            line, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=180, env=dict(os.environ)
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 

@@ -18,6 +18,8 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, deque
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +141,50 @@ def client(name: str, clean: bool) -> paho.Client:
     return made
 
 
-def run(kills: int) -> int:
+class Member:
+    """A member of a shared group; notes what came when. It can be cut off without a word."""
+
+    def __init__(self, name: str, filter_text: str, port: int):
+        self.name = name
+        self.seen: list[tuple[float, str]] = []
+        self.asked_at = time.monotonic()
+        self._client = client(name, clean=True)
+        self._client.on_message = lambda _, __, message: self.seen.append((time.monotonic(), message.payload.decode()))
+        self._client.connect("127.0.0.1", port)
+        self._client.loop_start()
+        self._client.subscribe(filter_text, qos=1)
+
+    def cut(self) -> float:
+        """As if its machine had died: the socket closes, nothing is said."""
+        opened = self._client.socket()
+        self._client.loop_stop()
+        if opened is not None:
+            opened.close()
+        return time.monotonic()
+
+    def stop(self) -> None:
+        self._client.disconnect()
+        self._client.loop_stop()
+
+
+def run(kills: int, spark: bool) -> int:
     console = Console(width=110)
+    out = Path("build", "demo")
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as folder:
         data = Path(folder)
         console.print("Starting a node (SQLite, every acknowledgement after fsync) …")
         node = NodeProcess(data)
+        lake = LakeProcess(data) if spark else None
         try:
-            return _drive(console, node, data, kills)
+            return _drive(console, node, data, kills, lake, out)
         finally:
+            if lake is not None:
+                lake.stop()
             node.stop()
 
 
-def _drive(console: Console, node: NodeProcess, data: Path, kills: int) -> int:
+def _drive(console: Console, node: NodeProcess, data: Path, kills: int, lake: LakeProcess | None, out: Path) -> int:
     subscriber = Subscriber("back-office", FILTER, node.mqtt_port)
     vehicles = [Vehicle(number, node.mqtt_port) for number in range(1, VEHICLES + 1)]
     console.print(f"{VEHICLES} vehicles publish to it (QoS 1), one durable subscriber listens to {FILTER}.\n")
@@ -162,6 +195,7 @@ def _drive(console: Console, node: NodeProcess, data: Path, kills: int) -> int:
         console.print(f"  kill -9 number {number}; {sum(len(v.acknowledged) for v in vehicles):,} acknowledged so far")
         node.restart()
     _wait(lambda: all(len(v.acknowledged) > 150 * (kills + 1) for v in vehicles))
+    _group(console, node)
     for vehicle in vehicles:
         vehicle.stop()
     acknowledged = set().union(*(v.acknowledged for v in vehicles))
@@ -174,10 +208,109 @@ def _drive(console: Console, node: NodeProcess, data: Path, kills: int) -> int:
         output.table(rows, as_json=False, title="\nThe log")
     console.print(f"\nacknowledged to vehicles:       {len(acknowledged):,}")
     console.print(f"given to the subscriber:        {len(subscriber.seen):,}")
-    console.print(f"given again after a kill:       {again:,}  (QoS 1: unacknowledged ones come again)")
+    console.print(f"given again after a kill:       {again:,}  (QoS 1: what was not known to be acknowledged)")
     console.print(f"acknowledged but never given:   {len(missing)}")
+    if lake is not None:
+        _query(console, lake, len(acknowledged), out)
     console.print("\nNothing acknowledged is missing." if not missing else "\n[red]Messages are missing![/red]")
     return 1 if missing else 0
+
+
+def _group(console: Console, node: NodeProcess) -> None:
+    """Three workers share the vehicles' messages; one dies, one joins."""
+    share = f"$share/dispatch/{FILTER}"
+    members = [Member(f"worker-{n}", share, node.mqtt_port) for n in (1, 2, 3)]
+    _wait(lambda: all(len(m.seen) > 100 for m in members))
+    died = members[0].cut()
+    time.sleep(1.0)
+    joined = Member("worker-4", share, node.mqtt_port)
+    _wait(lambda: len(joined.seen) > 100)
+    for member in [*members[1:], joined]:
+        member.stop()
+    everyone = sorted(entry for m in [*members, joined] for entry in m.seen)
+    twice = len(everyone) - len({text for _, text in everyone})
+    console.print("\nA shared group of three workers; one dies without a word, one joins:")
+    console.print(f"  longest silence of any vehicle after the death:   {_silence(everyone, died) * 1e3:6.0f} ms")
+    console.print(
+        f"  from SUBSCRIBE to the newcomer's first message:   {(joined.seen[0][0] - joined.asked_at) * 1e3:6.0f} ms"
+    )
+    console.print(f"  messages shared: {len(everyone):,}; seen by two workers (unacknowledged at the death): {twice}")
+
+
+def _silence(everyone: list[tuple[float, str]], since: float) -> float:
+    """The longest time in the second after `since` in which nothing of one vehicle came, the worst of all vehicles."""
+    by_vehicle: dict[str, list[float]] = {}
+    for when, text in everyone:
+        by_vehicle.setdefault(text.split()[0], []).append(when)
+    worst = 0.0
+    for times in by_vehicle.values():
+        near = [t for t in times if since - 0.2 < t < since + 1.0]
+        worst = max([worst, *(b - a for a, b in pairwise(near))])
+    return worst
+
+
+class LakeProcess:
+    """`holdfast pipeline lake`, running beside the node."""
+
+    def __init__(self, data: Path):
+        self.root = data / "lake"
+        self.store = f"sqlite:///{data}/holdfast.db"
+        command = [sys.executable, "-m", "holdfast", "pipeline", "lake", str(self.root), "--store", self.store]
+        self._log = (data / "lake.log").open("wb")
+        self._process = subprocess.Popen([*command, "--every-seconds", "1"], stdout=self._log, stderr=self._log)
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(60)
+        self._log.close()
+
+
+def _query(console: Console, lake: LakeProcess, least: int, out: Path) -> None:
+    """What Spark SQL makes of the lake, as a table and as a plot."""
+    import holdfast.spark
+    from holdfast.log.manifest import Manifest
+
+    console.print("\nMeanwhile `holdfast pipeline lake` has been copying the log to Parquet:")
+    with open_log(lake.store) as log:
+        _wait(lambda: Manifest(log).totals("messages")[1] >= least)
+        files, held = Manifest(log).paths("messages"), Manifest(log).totals("messages")[1]
+    console.print(f"  {held:,} messages in {len(files)} files")
+    spark = holdfast.spark.session()
+    try:
+        spark.read.parquet(str(lake.root)).createOrReplaceTempView("lake")
+        rows = spark.sql(
+            "select publisher, count(*) as messages, min(time) as first, max(time) as last,"
+            " round(1e3 * count(*) / greatest(1, unix_millis(max(time)) - unix_millis(min(time))), 1) as per_second"
+            " from lake where topic like 'vehicle/%' group by publisher order by publisher"
+        ).collect()
+        output.table([row.asDict() for row in rows], as_json=False, title="\nSpark SQL over the lake")
+        seconds = spark.sql(
+            "select unix_seconds(time) as second, count(*) as messages from lake group by 1 order by 1"
+        ).collect()
+    finally:
+        spark.stop()
+    _plot([(row.second, row.messages) for row in seconds], out / "messages.png")
+    console.print(f"  messages a second, kills and all: {out / 'messages.png'}")
+
+
+def _plot(points: list[tuple[int, int]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    begin = points[0][0]
+    figure, axes = pyplot.subplots(figsize=(8, 3))
+    axes.bar([second - begin for second, _ in points], [count for _, count in points], width=0.9)
+    axes.set(xlabel="seconds", ylabel="messages", title="Messages accepted per second")
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def spark_is_there() -> bool:
+    return all(find_spec(name) is not None for name in ("pyspark", "matplotlib"))
 
 
 def _wait(condition: Any, seconds: float = 60.0) -> None:

@@ -37,11 +37,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs: JSON instead
 @app.command()
 def demo(
     kills: Annotated[int, typer.Option(min=0, help="How often the node is killed under load.")] = 2,
+    spark: Annotated[bool, typer.Option(help="Also run the pipeline.")] = True,
 ) -> None:
-    """Run a node with simulated vehicles and a durable subscriber, kill it, restart it, and audit what they saw."""
-    from holdfast.demo import run
+    """Vehicles, a durable subscriber, a shared group and the pipeline around a node that is killed; then an audit."""
+    from holdfast.demo import run, spark_is_there
 
-    sys.exit(run(kills))
+    if spark and not spark_is_there():
+        print("Spark is not installed, so the pipeline is left out: pip install 'holdfast[spark]'")
+    sys.exit(run(kills, spark and spark_is_there()))
 
 
 @app.command()

@@ -56,13 +56,22 @@ def lake(
     store: Store = DEFAULT_STORE,
     log: Annotated[list[str] | None, typer.Option(help="Which log; several times for several.")] = None,
     drop: Annotated[bool, typer.Option("--drop", help="Drop verified generations from the store at once.")] = False,
+    every_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Gather messages this long before writing files.")
+    ] = 30.0,
     once: Once = False,
     master: Master = None,
 ) -> None:
     """Copy the log to Parquet, continuously and exactly once; verify sealed generations there."""
     spark = _spark()
     options = spark.LakeOptions(
-        store=store, root=root, logs=tuple(log or ["messages"]), drop=drop, once=once, master=master
+        store=store,
+        root=root,
+        logs=tuple(log or ["messages"]),
+        drop=drop,
+        every_seconds=every_seconds,
+        once=once,
+        master=master,
     )
     _watched("lake", lambda tell, stop: spark.lake(options, tell=tell, stop=stop))
 
