@@ -47,7 +47,7 @@ def test_offsets_by_stream(there: str) -> None:
         ({"store": "mysql://x"}, False, "of no known kind"),
         ({"store": "sqlite:////nowhere/x.db"}, False, "there is no store at /nowhere/x.db"),
         ({"bogus": "1"}, False, "option 'bogus' is not known; there are: end, "),
-        ({"group": "g"}, True, "option 'group': a streaming query cannot join a group yet"),
+        ({"group": "g"}, True, "'g' is no group; write NAME:FILTER"),
         ({"topics": "a/#/b"}, False, "'#' stands alone"),
         ({"topics": "[1]"}, False, "a JSON list of filters"),
         ({"topics": "[nope"}, False, "not a JSON list"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -57,7 +58,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.options, self.group = options, group
         self.schema, self.parallelism = schema, parallelism
         self._client: LeaseClient | None = None
-        self._joined = False
+        self._joined = self._ending = False
         self._acknowledged = 0
         self._target: dict[Stream, int] | None = None
         self._away_since: float | None = None
@@ -158,13 +159,19 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._client = LeaseClient(of.node, of.name, name, of.username, of.password, of.start)
             # Spark ends this process by SIGTERM, of which Python would tell nobody.
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+                signal.signal(signal.SIGTERM, self._terminated)
         return self._client
+
+    def _terminated(self, *_: object) -> None:
+        self._ending = True
+        sys.exit(0)  # whatever is under way ends, and then comes `stop`
 
     def stop(self) -> None:
         if self._client is not None:
             with contextlib.suppress(NodeUnavailable):
                 self._client.close()
+        if self._ending:
+            os._exit(0)  # Spark has hung up: telling it more would only leave a traceback
 
     # -- batches ----------------------------------------------------------------------------------------
 
