@@ -18,6 +18,13 @@ MAY_IMPORT = {
     "store": {"errors"},
     "log": {"store", "model", "errors", "topics"},
     "metadata": {"store", "model", "errors"},
+    "mqtt": {"model", "errors", "topics"},
+    "cursors": {"metadata", "model", "errors"},
+    "effects": {"groups", "cursors", "model", "errors"},
+    "groups": {"effects", "cursors", "model", "errors", "topics"},
+    "sessions": {"groups", "effects", "mqtt", "cursors", "log", "model", "errors", "topics"},
+    "auth": {"mqtt", "errors", "topics"},
+    "sim": {"groups", "effects", "cursors", "model", "errors", "topics"},
 }
 """Package or module of holdfast -> what else of holdfast it may import. Those not listed may import anything."""
 
