@@ -11,6 +11,8 @@
 It holds a *set* of pieces under one version. What an update takes away is finished first (`Drained`) and reported
 final; the rest is read on without a pause.
 
+`holdfast.leases.LeaseClient` drives it on a thread, over MQTT, for a Spark driver or any other program.
+
 The one surprising rule: a word about an *older* version is late, and harmless; a version that cannot be explained
 makes the member start over, with a new life, as the seed says.
 """

@@ -1,0 +1,57 @@
+"""Lease members on two nodes that share a PostgreSQL: whichever of them leads the group, and whichever dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+
+from e2e.groups.conftest import LEASE_SECONDS, QUICK, TIMEOUT_SECONDS
+from holdfast.effects import Mark, Piece
+from holdfast.leases import LeaseClient
+from node import Node
+
+SHARDS = QUICK["log.shards"]
+
+
+def until(true: Callable[[], object], seconds: float = 15.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < give_up, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def pieces(client: LeaseClient) -> dict[Piece, Mark]:
+    """What it holds, with nothing of it being read."""
+    found = {piece: held.mark for piece, held in client.assignment().pieces.items()}
+    client.drained()
+    return found
+
+
+def test_members_on_both_nodes_and_one_node_dies(running: tuple[Node, Node], name: str) -> None:
+    group = f"g{name}:{name}/#"
+    here, there = (LeaseClient(f"127.0.0.1:{node.mqtt_port}", group, f"{name}{node.node_id}") for node in running)
+    try:
+        assert here.join()  # so its node leads
+        assert there.join()
+        until(lambda: len(pieces(here)) == len(pieces(there)) == SHARDS // 2)
+        assert not set(pieces(here)) & set(pieces(there))
+        far = min(pieces(there))
+        near = min(pieces(here))
+        at = pieces(there)[far].offset
+        there.ack(far, [(at + 1, at + 5)])
+        here.ack(near, [(pieces(here)[near].offset + 1, 1000)])
+        view = f"/api/v1/groups/{quote(group, safe='')}"
+        until(lambda: {m["node"] for m in running[1].get(view)["members"]} == {node.node_id for node in running})
+        time.sleep(1.5)  # progress is saved every second, and a node that is killed saves nothing
+        running[0].kill()
+        until(lambda: len(pieces(there)) == SHARDS, LEASE_SECONDS + TIMEOUT_SECONDS + 15)
+        assert pieces(there)[far] == Mark(at + 5)
+        assert pieces(there)[near].offset >= 1000
+        assert pieces(here) == {}
+        assert here.trouble is not None
+        running[0].start()
+        until(lambda: len(pieces(here)) == SHARDS // 2, 20)
+    finally:
+        here.close()
+        there.close()
