@@ -264,6 +264,7 @@ class Dispatcher:
             session.put_ready(rows, feed.choose(rows, range(len(rows.topics)), rows.offsets[-1] + 1), feed)
         feed.catch_up(past)
         self._settle(feed)
+        session.touched[feed] = None  # what did not match on the way is news, even if nothing is sent of it
         connection.pump()
         if not feed.live:
             connection.slow_loans[feed] = None
