@@ -60,21 +60,21 @@ class Beat(threading.Thread):
         self.name_of = name
         self.publisher: Publisher = Publisher(node.mqtt_port, name, clients=128)
         self.publisher.publish(f"{name}/warm-up", 128)
-        self.stream_of: dict[int, str] = {}
-        """A publisher of each stream, and the stream."""
+        chosen: dict[str, int] = {}
         for payload, (stream, _) in located(node, f"{name}/warm-up").items():
-            if stream not in self.stream_of.values():
-                self.stream_of[int(payload.split("/")[1])] = stream
+            chosen.setdefault(stream, int(payload.split("/")[1]))
+        # One publisher of each stream goes on, so that a beat is one commit.
+        self.publisher.socks = [self.publisher.socks[n] for n in chosen.values()]
+        self.streams = list(chosen)
         self._stop_it = threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self._stop_it.wait(BEAT_SECONDS):
-            for client in self.stream_of:
-                self.publisher.publish(f"{self.name_of}/x", 1, client=client)
+            self.publisher.publish(f"{self.name_of}/x", len(self.streams))
 
     def stream(self, payload: str) -> str:
-        return self.stream_of[int(payload.split("/")[1])]
+        return self.streams[int(payload.split("/")[1])]
 
     def end(self, ledger: Ledger) -> None:
         """Every message it sent has been consumed."""
