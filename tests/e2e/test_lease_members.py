@@ -37,7 +37,7 @@ from holdfast.topics import TopicFilter
 from node import Node
 
 SHARDS = 4
-TIMEOUT_SECONDS = 1.0
+TIMEOUT_SECONDS = 2.0
 NOWHERE = Address("", "lease")
 
 SUCCESS, NOT_AUTHORIZED, TOPIC_INVALID, PAYLOAD_INVALID = 0x00, 0x87, 0x90, 0x99

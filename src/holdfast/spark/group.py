@@ -58,7 +58,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.options, self.group = options, group
         self.schema, self.parallelism = schema, parallelism
         self._client: LeaseClient | None = None
-        self._joined = self._ending = False
+        self._joined = self._stopping = self._ending = False
         self._acknowledged = 0
         self._target: dict[Stream, int] | None = None
         self._away_since: float | None = None
@@ -164,9 +164,11 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _terminated(self, *_: object) -> None:
         self._ending = True
-        sys.exit(0)  # whatever is under way ends, and then comes `stop`
+        if not self._stopping:  # else it must not be torn out of its last words
+            sys.exit(0)  # whatever is under way ends, and then comes `stop`
 
     def stop(self) -> None:
+        self._stopping = True
         if self._client is not None:
             with contextlib.suppress(NodeUnavailable):
                 self._client.close()
