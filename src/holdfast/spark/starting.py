@@ -40,6 +40,12 @@ logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = off
 """
 
+# Arrow checks every value it hands out for its place and for null; Spark has done both by then.
+_ARROW = ["-Darrow.enable_unsafe_memory_access=true", "-Darrow.enable_null_check_for_get=false"]
+
+# Blocks come and go by the megabyte: memory that is kept need not be asked for, and cleared, each time.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_TOP_PAD_": 16 << 20}
+
 _starting = threading.Lock()
 
 
@@ -89,7 +95,7 @@ def _local(master: str) -> str:
 
 def _start(master: str | None, given: dict[str, str]) -> SparkSession:
     master = _with_retries(master or given.get("spark.master") or "local[*]")
-    java_options = [given.pop("spark.driver.extraJavaOptions", ""), "-XX:+UseParallelGC"]
+    java_options = [given.pop("spark.driver.extraJavaOptions", ""), "-XX:+UseParallelGC", *_ARROW]
     with _environment(master) as ours:
         java_options += ours
         settings = {**_tuned(master), **given, "spark.driver.extraJavaOptions": " ".join(java_options).strip()}
@@ -118,6 +124,7 @@ def _with_retries(master: str) -> str:
 def _environment(master: str) -> Iterator[list[str]]:
     """What the JVM is to find in its environment while it starts; gives the options it needs besides."""
     wanted = {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable), "PYTHONHASHSEED": "0"}
+    wanted |= {name: os.environ.get(name, str(value)) for name, value in _MALLOC.items()}
     options: list[str] = []
     if master.startswith("local"):
         wanted["SPARK_LOCAL_IP"] = "127.0.0.1"
@@ -161,7 +168,9 @@ def _tuned(master: str) -> dict[str, str]:
         "spark.sql.streaming.stopTimeout": "30000",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
         "spark.sql.adaptive.enabled": "true",
+        "spark.executor.extraJavaOptions": " ".join(_ARROW),
     }
+    settings |= {f"spark.executorEnv.{name}": str(value) for name, value in _MALLOC.items()}
     if master.startswith("local"):
         settings |= {
             "spark.python.unix.domain.socket.enabled": "true",
