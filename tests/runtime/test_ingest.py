@@ -99,13 +99,6 @@ class Bench:
         return self.ingest.publish(publisher, publisher.name, self.ingest.shard_of(publisher.name), made)
 
 
-async def settled(ingest: Ingest) -> None:
-    """Everything taken so far is durable or refused."""
-    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    ingest.in_turn(done.set_result)
-    await done
-
-
 def run(work: Callable[[Bench], Awaitable[None]], **options: Any) -> Bench:
     async def whole() -> Bench:
         log = GatedLog(options.pop("shards", 1))
@@ -169,7 +162,7 @@ def test_rows_land_in_their_publishers_shard_in_order_with_all_their_columns():
         bench.publish(Publisher("p"), inbox(5, ("z", 1)))
         bench.publish(Publisher("p"), made)
         bench.log.gate.set()
-        await settled(bench.ingest)
+        await bench.ingest.drained()
         shard = bench.ingest.shard_of("p")
         _, parts = bench.commits[-1]
         part = parts[shard]
@@ -212,7 +205,7 @@ def test_callbacks_come_in_order_after_the_acknowledgements():
 def test_retained_messages_are_stored_with_the_publish():
     async def work(bench: Bench) -> None:
         bench.publish(Publisher("p"), inbox(1, ("t", 1 | RETAIN), ("u", 1)))
-        await settled(bench.ingest)
+        await bench.ingest.drained()
         (kept,) = bench.log.retained(LOG)
         assert isinstance(kept, Retained) and (kept.topic, kept.payload, kept.publisher) == ("t", b"t 1", "p")
 
@@ -265,7 +258,7 @@ def test_a_connection_that_has_gone_is_not_written_to():
         await until(bench.log.arrived.is_set)
         one.closed = True
         bench.log.gate.set()
-        await settled(bench.ingest)
+        await bench.ingest.drained()
         assert one.sent == [] and bench.commits, "stored all the same"
 
     run(work)

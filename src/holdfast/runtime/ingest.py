@@ -251,10 +251,14 @@ class Ingest:
             connection.store_failed()
         self._failed(error)
 
-    async def close(self) -> None:
+    async def drained(self) -> None:
+        """Everything taken so far is durable or refused."""
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.in_turn(done.set_result)
-        await asyncio.wait_for(done, 30)
+        await done
+
+    async def close(self) -> None:
+        await asyncio.wait_for(self.drained(), 30)
         if self._task is not None:
             self._task.cancel()
         self._thread.shutdown()
