@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pyarrow as pa
 
-CACHE_BYTES = 64 << 20
+CACHE_BYTES = 32 << 20
 
 
 class BlockCache:

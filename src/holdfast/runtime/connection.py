@@ -74,6 +74,8 @@ class Connection(asyncio.Protocol):
         self._held = 0
         """Reasons not to parse on just now."""
         self._waits_for_room = False
+        self._answers: list[bytes] | None = None
+        """While a chunk is parsed: what is to be answered to it."""
         self._blocked = False
         """The socket's buffer is full."""
         self._unread = False
@@ -161,8 +163,18 @@ class Connection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         if self.closed:
             return
+        if self._answers is not None:
+            self._answers.append(data)
+            return
         self.transport.write(data)
         self.mind_unread()
+
+    def _send_answers(self) -> None:
+        """What one turn of parsing answered, as one piece: a queue of many small ones costs the loop dearly."""
+        answers, self._answers = self._answers, None
+        if answers and self.state != "closed":
+            self.transport.write(b"".join(answers))
+            self.mind_unread()
 
     def tell(self, topic: str, payload: bytes) -> None:
         """Past the session, at QoS 0: a client that cannot take it now goes without."""
@@ -182,6 +194,13 @@ class Connection(asyncio.Protocol):
     # -- reading -----------------------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> None:
+        self._answers = []
+        try:
+            self._parse_on(data)
+        finally:
+            self._send_answers()
+
+    def _parse_on(self, data: bytes) -> None:
         at, end, packets = 0, len(data), 0
         size_max = self.node.settings.limits.packet_bytes_max
         while at < end:
@@ -610,6 +629,7 @@ class Connection(asyncio.Protocol):
     def _end(self, last: bytes) -> None:
         if self.closed:
             return
+        self._send_answers()
         if last:
             self.transport.write(last)
         self.state = "closing"

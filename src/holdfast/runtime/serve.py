@@ -47,6 +47,9 @@ def set_up_logs(level: str) -> None:
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT."""
     set_up_logs(settings.log_level)
+    # The writer's thread asks for the interpreter a dozen times per commit; at the default of 5 ms a busy loop
+    # would make each commit wait for a dozen of those.
+    sys.setswitchinterval(0.0005)
     uvloop.run(_serve(settings))
 
 
