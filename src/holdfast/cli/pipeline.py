@@ -47,7 +47,7 @@ def _watched(what: str, work: Callable[..., Any]) -> None:
                 text += f"; {progress.error}"
             bar.update(task, description=text)
 
-        tell(done) if (done := work(tell, stop)) is not None else None
+        work(tell, stop)
 
 
 @app.command("lake")
