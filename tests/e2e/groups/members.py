@@ -47,8 +47,8 @@ class Ledger:
     """Payload -> the members it was delivered to."""
     acked: dict[str, str] = field(default_factory=dict)
     acked_at: dict[str, float] = field(default_factory=dict)
-    sure: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Of those the acknowledgements that the server has surely read: by whom, and when they were sent."""
+    unsure: set[str] = field(default_factory=set)
+    """Acknowledged by a member that crashed before it could know whether that was read."""
     again: list[tuple[str, str, float, str]] = field(default_factory=list)
     """(payload, who had acknowledged it, when, who was given it once more)."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -57,8 +57,9 @@ class Ledger:
         with self.lock:
             for each in deliveries:
                 self.given.setdefault(each.payload, []).append(member)
-                if each.payload in self.sure:
-                    self.again.append((each.payload, *self.sure[each.payload], member))
+                if each.payload in self.acked:
+                    by, at = self.acked[each.payload], self.acked_at[each.payload]
+                    self.again.append((each.payload, by, at, member))
 
     def note_acked(self, member: str, payloads: Iterable[str]) -> None:
         with self.lock:
@@ -67,16 +68,21 @@ class Ledger:
                 self.acked[payload] = member
                 self.acked_at[payload] = now
 
-    def note_read(self, member: str, payloads: Iterable[str]) -> None:
+    def take_back(self, member: str, payloads: Iterable[str]) -> None:
+        """These acknowledgements of that member may never have been read."""
         with self.lock:
-            self.sure.update({payload: (member, self.acked_at[payload]) for payload in payloads})
+            lost = set(payloads)
+            for payload in lost:
+                self.acked.pop(payload, None)
+            self.unsure |= lost
+            self.again = [each for each in self.again if each[0] not in lost or each[1] != member]
 
     def await_acked(self, wanted: Iterable[str], seconds: float = SECONDS) -> None:
         missing = set(wanted)
 
         def done() -> bool:
             with self.lock:
-                missing.difference_update(self.acked)
+                missing.difference_update(self.acked, self.unsure)
             return not missing
 
         try:
@@ -200,7 +206,6 @@ class Member:
             self.sock.shutdown(socket.SHUT_WR)
         self._thread.join(SECONDS)
         self.sock.close()
-        self.ledger.note_read(self.client_id, [*self._unsure, *(self._pinged or [])])
 
     def crash(self) -> None:
         """The socket is closed hard: no word, and a reset if anything is unread."""
@@ -211,6 +216,7 @@ class Member:
                 self.sock.shutdown(socket.SHUT_RD)
             self.sock.close()
         self._thread.join(SECONDS)
+        self.ledger.take_back(self.client_id, [*self._unsure, *(self._pinged or [])])
 
     def close(self) -> None:
         self._gone = True
@@ -249,7 +255,7 @@ class Member:
 
     def _take(self, data: bytes) -> bytes:
         """Handle the whole packets; the rest."""
-        at, noted, found, replies = 0, 0, [], bytearray()
+        at, found, replies = 0, [], bytearray()
         while True:
             start, length, shift = at + 1, 0, 0
             while start < len(data):
@@ -269,10 +275,7 @@ class Member:
             elif first == 0x62:
                 replies += b"\x70\x02" + body[:2]
             elif first == 0xD0 and self._pinged is not None:
-                # In this order: what came before the answer may have been sent before the acknowledgements were read.
-                self.ledger.note_given(self.client_id, found[noted:])
-                noted = len(found)
-                self._pong()
+                self._pinged = None
             elif first == 0xE0:
                 self.reason = body[0] if body else 0
             else:
@@ -280,7 +283,7 @@ class Member:
                     self._answers[first] = body
                     self._answered.notify_all()
         if found:
-            self.ledger.note_given(self.client_id, found[noted:])
+            self.ledger.note_given(self.client_id, found)
             self.got += found
             if not self.hold:
                 self._acknowledge([each for each in found if each.qos])
@@ -289,14 +292,6 @@ class Member:
             with self._write, contextlib.suppress(OSError):
                 self.sock.sendall(replies)
         return data[at:]
-
-    def _pong(self) -> None:
-        with self._write, contextlib.suppress(OSError):
-            self.ledger.note_read(self.client_id, self._pinged or [])
-            self._pinged = None
-            if self._unsure and not self._gone:
-                self._pinged, self._unsure = self._unsure, []
-                self.sock.sendall(b"\xc0\0")
 
     def _delivery(self, first: int, body: bytes) -> Delivery:
         at = 2 + int.from_bytes(body[:2], "big")
