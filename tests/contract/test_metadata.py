@@ -514,7 +514,8 @@ def test_watch_then_list_gives_a_true_copy_while_others_write(store: Metadata, o
                 watch = other.watch("/c/")
                 copies.append((watch, other.list("/c/")))
                 seen = watch.seen
-                until(lambda: watch.seen > seen + 5)  # noqa: B023 - called before the loop goes on
+                until(lambda: writer.done() or watch.seen > seen + 5)  # noqa: B023 - called before the loop goes on
+                assert not writer.done(), writer.exception()
         finally:
             stop.set()
         writer.result()

@@ -101,6 +101,17 @@ def test_a_watch_that_was_away_during_a_compaction_catches_up(etcd_url: str, etc
             assert watch.get(20) == Put("/2", b"after", version=last)
 
 
+def test_every_one_of_many_watches_hears(etcd_url: str) -> None:
+    """A stream that asked once per watch lost those that the gateway had not read when it first answered."""
+    with open_metadata(etcd_url) as store:
+        watches = [store.watch(f"/{n}/") for n in range(40)]
+        for n in range(40):
+            store.put(f"/{n}/key", b"%d" % n)
+        for n, watch in enumerate(watches):
+            event = watch.get(20)
+            assert isinstance(event, Put) and (event.key, event.value) == (f"/{n}/key", b"%d" % n)
+
+
 def test_nobody_there_is_said_at_once() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

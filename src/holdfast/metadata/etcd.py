@@ -63,12 +63,13 @@ class EtcdMetadata(Metadata):
     def _local(self, kv: Json) -> str:
         return decode(kv["key"]).removeprefix(self._prefix).decode()
 
-    def _bounds(self, prefix: str) -> Json:
-        """The range of etcd's keys that start with `prefix`."""
-        start = self._prefix + prefix.encode()
-        end = start.rstrip(b"\xff")
-        end = end[:-1] + bytes([end[-1] + 1]) if end else b"\0"  # a zero byte stands for no end
-        return {"key": encode(start or b"\0"), "range_end": encode(end)}
+    def _bounds(self, *prefixes: str) -> Json:
+        """The range of etcd's keys that holds all that start with one of these."""
+        starts = [self._prefix + prefix.encode() for prefix in prefixes]
+        ends = [start.rstrip(b"\xff") for start in starts]
+        # A zero byte stands for no end.
+        end = max(end[:-1] + bytes([end[-1] + 1]) for end in ends) if all(ends) else b"\0"
+        return {"key": encode(min(starts) or b"\0"), "range_end": encode(end)}
 
     def get(self, key: str) -> Entry | None:
         check_key(key)

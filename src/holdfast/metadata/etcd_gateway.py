@@ -102,13 +102,12 @@ class Gateway:
         result: Json = answer.get("result", answer)
         return result
 
-    def stream(self, path: str, messages: Sequence[Json]) -> Stream:
-        """The answers to these messages, for as long as etcd has any."""
+    def stream(self, path: str, message: Json) -> Stream:
+        """The answers to one message, for as long as etcd has any."""
         connection = self._connect()
         connection.sock.settimeout(SILENCE_SECONDS)
-        body = "\n".join(json.dumps(message) for message in messages)
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", path, json.dumps(message), {"Content-Type": "application/json"})
         except OSError as error:
             connection.close()
             raise self._away(error) from error

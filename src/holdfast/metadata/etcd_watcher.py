@@ -1,7 +1,11 @@
 """One thread and one stream for all watches on an etcd, however often the stream breaks.
 
 Each watch knows the last revision it has seen, so a new stream goes on from there. Where etcd has compacted
-that revision away, the watch is brought up to date from what there is.
+that revision away, the watches are brought up to date from what there is.
+
+The stream asks once, for the range of keys from the first watched prefix to the last, and each watch takes what is
+its own. Asking once per watch would lose some: the gateway may answer the first request of a stream before it has
+read the rest, and when it answers it drops what it has not read.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ class EtcdWatcher:
     def __init__(
         self,
         gateway: Gateway,
-        bounds: Callable[[str], Json],
+        bounds: Callable[..., Json],
         local: Callable[[Json], str],
         snapshot: Snapshot,
     ):
@@ -78,11 +82,9 @@ class EtcdWatcher:
 
     def _follow(self, watches: list[Watch], this_round: int) -> bool:
         """One stream, from first to last; whether it brought anything."""
-        messages = [
-            {"create_request": {**self._bounds(watch.prefix), "start_revision": watch.seen + 1, "watch_id": number}}
-            for number, watch in enumerate(watches, 1)
-        ]
-        stream = self._gateway.stream("/v3/watch", messages)
+        seen = min(watch.seen for watch in watches)
+        request = {**self._bounds(*(watch.prefix for watch in watches)), "start_revision": seen + 1}
+        stream = self._gateway.stream("/v3/watch", {"create_request": request})
         progressed = False
         try:
             with self._changed:
@@ -91,17 +93,16 @@ class EtcdWatcher:
                 self._stream = stream
             for result in stream:
                 progressed = True
-                number = int(result.get("watch_id", 0))
-                if not 0 < number <= len(watches):
-                    continue
-                watch = watches[number - 1]
                 if result.get("canceled"):
                     if "compact_revision" not in result:
                         return False
-                    revision, entries = self._snapshot(watch.prefix)
-                    watch.resync(entries, revision)
+                    for watch in watches:
+                        revision, entries = self._snapshot(watch.prefix)
+                        watch.resync(entries, revision)
                     return True
-                watch.offer([self._event(event) for event in result.get("events", ())])
+                events = [self._event(event) for event in result.get("events", ())]
+                for watch in watches:
+                    watch.offer(events)
         finally:
             with self._changed:
                 self._stream = None

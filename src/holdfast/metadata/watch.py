@@ -70,6 +70,7 @@ class Watch:
             taken = False
             newest = self.seen
             for event in events:
+                newest = max(newest, event.version)
                 if event.version <= self.seen or not event.key.startswith(self.prefix) or self.closed:
                     continue
                 if isinstance(event, Put):
@@ -78,7 +79,6 @@ class Watch:
                     self._known.discard(event.key)
                 self._pending.pop(event.key, None)  # re-inserted at the end: order is that of versions
                 self._pending[event.key] = event
-                newest = max(newest, event.version)
                 taken = True
             self.seen = newest
             if taken:
