@@ -217,7 +217,10 @@ def test_a_watcher_that_was_away_while_deletions_were_forgotten_catches_up(
 def test_a_lost_race_for_a_key_does_not_cost_a_connection(postgres_url: str) -> None:
     with open_metadata(postgres_url) as store, psycopg.connect(postgres_url, autocommit=True) as db:
         version = store.put("/a", b"")
-        backends = "select array_agg(pid order by pid) from pg_stat_activity where application_name = 'holdfast'"
+        backends = (
+            "select array_agg(pid order by pid) from pg_stat_activity"
+            " where application_name = 'holdfast' and datname = current_database()"
+        )
         before = db.execute(backends).fetchone()
         for _ in range(5):
             assert store.compare_and_set("/a", None, b"") is None

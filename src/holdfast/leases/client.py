@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import secrets
 import threading
 import time
@@ -55,6 +54,7 @@ from holdfast.groups.messages import (
 from holdfast.groups.progress import Done
 from holdfast.groups.settings import MemberSettings
 from holdfast.groups.shares import check_group_name
+from holdfast.jitter import chance
 from holdfast.leases.line import Line, MqttLine
 from holdfast.model import parse_start
 from holdfast.topics import check_filter
@@ -372,7 +372,7 @@ class LeaseClient:
                 if self.trouble is None:
                     logger.warning("group %s: %s; trying again", self.group, error)
                 connected, self.trouble = False, str(error)
-                retry_at = self._clock() + wait * (0.5 + random.random())
+                retry_at = self._clock() + wait * (0.5 + chance.random())
                 wait = min(wait * 2, RETRY_MAX_SECONDS)
 
 

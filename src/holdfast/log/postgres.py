@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import psycopg
 
 from holdfast.errors import StoreError, UnknownStream
+from holdfast.jitter import chance
 from holdfast.log.contract import (
     Data,
     Entry,
@@ -396,14 +396,14 @@ class PostgresWatcher(Watcher):
                             self._hint(log)
                         self._wait(db)
             except (StoreError, psycopg.Error):
-                self._stop.wait(0.2 + random.random() * 0.3)  # the server is away: come back and look
+                self._stop.wait(0.2 + chance.random() * 0.3)  # the server is away: come back and look
 
     def _wait(self, db: Connection) -> None:
         """Pass hints on until it is time to look for oneself."""
         if not self._notifications:
-            self._stop.wait(POLL_ALONE_SECONDS * (0.5 + random.random() * 0.5))
+            self._stop.wait(POLL_ALONE_SECONDS * (0.5 + chance.random() * 0.5))
             return
-        until_look = POLL_SECONDS * (0.75 + random.random() * 0.5)
+        until_look = POLL_SECONDS * (0.75 + chance.random() * 0.5)
         while until_look > 0 and not self._stop.is_set():
             # A short wait, so that closing never takes longer than this.
             for note in db.notifies(timeout=min(0.1, until_look)):

@@ -172,7 +172,8 @@ class SqliteLog:
             for at in range(0, len(ids), _MANY):
                 some = ids[at : at + _MANY]
                 marks = ",".join("?" * len(some))
-                found.update(db.execute(f"select id, {column} from bodies where id in ({marks})", some))
+                rows = db.execute(f"select id, {column} from bodies where id in ({marks}) and length(data)", some)
+                found.update(rows)
         return found
 
     def topics(self, log: str, generation: int, prefix: str) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import select
 import socket
 import threading
@@ -18,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.errors import OutcomeUnknown, RequestError, StoreError, StoreFull, StoreUnavailable
+from holdfast.jitter import chance
 
 Json = dict[str, Any]
 Endpoint = tuple[str, int]
@@ -73,7 +73,7 @@ class Gateway:
             except StoreUnavailable:
                 if self._closed or give_up() or time.monotonic() + pause > until:
                     raise
-            time.sleep(pause * (0.5 + random.random()))
+            time.sleep(pause * (0.5 + chance.random()))
             pause = min(pause * 2, 2.0)
 
     def call_once(self, path: str, body: Json, *, repeatable: bool) -> Json:

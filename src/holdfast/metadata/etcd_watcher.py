@@ -10,12 +10,12 @@ read the rest, and when it answers it drops what it has not read.
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from typing import Protocol
 
 from holdfast.errors import HoldfastError, RequestError
+from holdfast.jitter import chance
 from holdfast.metadata.entries import Deleted, Entry, Event, Put
 from holdfast.metadata.etcd_gateway import Gateway, Json, Stream, decode
 from holdfast.metadata.watch import Watch
@@ -78,7 +78,7 @@ class EtcdWatcher:
             failures = 0 if progressed else failures + 1
             with self._changed:
                 if failures and self._round == this_round:
-                    self._changed.wait(min(0.05 * 2**failures, 2.0) * (0.5 + random.random()))
+                    self._changed.wait(min(0.05 * 2**failures, 2.0) * (0.5 + chance.random()))
 
     def _follow(self, watches: list[Watch], this_round: int) -> bool:
         """One stream, from first to last; whether it brought anything."""

@@ -7,7 +7,6 @@ if the store has meanwhile forgotten deletions, the watches are brought up to da
 
 from __future__ import annotations
 
-import random
 import selectors
 import socket
 import threading
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.errors import RequestError, StoreError
+from holdfast.jitter import chance
 from holdfast.metadata.entries import Entry, Event
 from holdfast.metadata.watch import Watch
 
@@ -128,7 +128,7 @@ class Feed:
                         line.wait(pause, timeout)
             except StoreError:  # away, or in trouble: the watches wait as long as it takes
                 failures += 1
-                until = time.monotonic() + min(0.05 * 2**failures, 2.0) * (0.5 + random.random())
+                until = time.monotonic() + min(0.05 * 2**failures, 2.0) * (0.5 + chance.random())
                 while not self._closed and (left := until - time.monotonic()) > 0:
                     pause.sleep(left)
 
@@ -152,7 +152,7 @@ class Feed:
         if found.due_seconds <= 0:
             line.sweep()
             return 0.0
-        return found.due_seconds + random.random() * SWEEP_JITTER_SECONDS
+        return found.due_seconds + chance.random() * SWEEP_JITTER_SECONDS
 
     def close(self) -> None:
         with self._lock:

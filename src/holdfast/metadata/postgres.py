@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TypeVar
 
 from holdfast.errors import OutcomeUnknown, StoreUnavailable
+from holdfast.jitter import chance
 from holdfast.metadata.contract import Lease, LeaseEnded
 from holdfast.metadata.entries import Entry
 from holdfast.metadata.feed import Changes, Pause
@@ -115,7 +115,7 @@ class _PostgresLine:
         self._metadata.sweep()
 
     def wait(self, pause: Pause, timeout: float | None) -> None:
-        seconds = self._poll_seconds * (0.5 + random.random())
+        seconds = self._poll_seconds * (0.5 + chance.random())
         if timeout is not None:
             seconds = min(seconds, timeout)
         if not self._notified() and pause.sleep(seconds, self._connection.fileno()):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import psycopg
 from holdfast.effects import Address
 from holdfast.errors import RequestError, StoreError
 from holdfast.groups import wire
+from holdfast.jitter import chance
 from holdfast.store.postgres import PostgresStore
 
 logger = logging.getLogger("holdfast.bus")
@@ -103,12 +103,12 @@ class PostgresBus:
                     db.execute(f"listen {CHANNEL}")
                     while not self._stop.is_set():
                         self._fetch(db)
-                        for note in db.notifies(timeout=POLL_SECONDS * (0.5 + random.random() / 2), stop_after=1):
+                        for note in db.notifies(timeout=POLL_SECONDS * (0.5 + chance.random() / 2), stop_after=1):
                             if note.payload == self._node:
                                 break
             except (StoreError, psycopg.Error) as error:
                 logger.warning("the bus is away: %s", str(error).splitlines()[0])
-                self._stop.wait(0.2 + random.random() * 0.3)
+                self._stop.wait(0.2 + chance.random() * 0.3)
 
     def _fetch(self, db: Any) -> None:
         rows = db.execute(

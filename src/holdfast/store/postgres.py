@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import psycopg
 from psycopg import errors as pg
 
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError, StoreFull, StoreUnavailable
+from holdfast.jitter import chance
 from holdfast.store.migrations import pending
 from holdfast.store.pool import Pool
 
@@ -94,7 +94,7 @@ class PostgresStore:
                 self._pool.drop_idle()
                 if time.monotonic() + pause > give_up:
                     raise
-                time.sleep(pause * (0.5 + random.random()))
+                time.sleep(pause * (0.5 + chance.random()))
                 pause = min(pause * 2, 2.0)
 
     @property

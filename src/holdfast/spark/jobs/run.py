@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from pyspark.sql import SparkSession
 
 from holdfast.errors import RequestError
+from holdfast.jitter import chance
 from holdfast.spark.errors import plain
 from holdfast.spark.jobs.aggregate import AggregateOptions, aggregate
 from holdfast.spark.jobs.job import Progress, Tell, quiet, spark_of
@@ -104,7 +104,7 @@ class Runner:
 
     def _pause(self, failures: int) -> float:
         longest = min(self.options.backoff_seconds * 2.0 ** (failures - 1), self.options.backoff_seconds_max)
-        return longest * (0.5 + random.random() / 2)
+        return longest * (0.5 + chance.random() / 2)
 
     def _set(self, name: str, progress: Progress) -> None:
         with self._lock:
