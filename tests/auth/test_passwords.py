@@ -18,7 +18,7 @@ from holdfast.auth.passwords import HASHER, Passwords, delete_user, list_users, 
 from holdfast.errors import RequestError
 
 CHEAP = PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
-HASH = CHEAP.hash("pa55")
+HASH = CHEAP.hash("pa55", salt=b"always the same!")
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ finds. Only blocks that will not be merged again are indexed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import RequestError
@@ -23,6 +24,8 @@ RUN_FAN_IN = 8
 RUN_LEVEL_MAX = 4
 """64 × 8³ = 32,768 blocks in the largest run."""
 
+_MERGE_BLOCKS = 64
+"""What one transaction merges at most: whoever appends meanwhile waits for it."""
 _STEP_BLOCKS = 256
 _WRITERS_KEPT_MICROS = 7 * 86_400 * 1_000_000
 
@@ -56,18 +59,32 @@ class Upkeep:
         return not (self.merged or self.indexed or self.sealed or self.dropped or self.swept)
 
 
-def maintain(log: Log, settings: RetentionSettings = RetentionSettings()) -> Upkeep:  # noqa: B008
+class Pace:
+    """Rest after every step, `rests` times as long as it took: appends and deliveries come first."""
+
+    def __init__(self, rests: float = 0.0):
+        self._rests = rests
+        self._since = time.monotonic()
+
+    def step(self) -> None:
+        if self._rests:
+            time.sleep((time.monotonic() - self._since) * self._rests)
+        self._since = time.monotonic()
+
+
+def maintain(log: Log, settings: RetentionSettings = RetentionSettings(), rests: float = 0.0) -> Upkeep:  # noqa: B008
     """One round over every log of the store."""
-    done = Upkeep()
+    done, pace = Upkeep(), Pace(rests)
     for name in log.logs():
         done.sealed += _roll(log, name, settings)
         done.dropped += expire(log, name, settings)
         for head in log.backend.heads(name):
-            done.merged += merge_small(log.backend, head)
-            done.indexed += index_full(log.backend, head)
-            compact_runs(log.backend, head)
+            done.merged += merge_small(log.backend, head, pace)
+            done.indexed += index_full(log.backend, head, pace)
+            compact_runs(log.backend, head, pace)
     while swept := log.backend.sweep(_STEP_BLOCKS):
         done.swept += swept
+        pace.step()
     log.backend.forget_writers(log.clock() - _WRITERS_KEPT_MICROS)
     return done
 
@@ -122,8 +139,16 @@ def _may_drop(log: Log, name: str, generation: int) -> bool:
     return manifest.may_drop(name, generation)
 
 
-def merge_small(backend: Backend, head: Head) -> int:
+def merge_small(backend: Backend, head: Head, pace: Pace) -> int:
     """Merge runs of small blocks beyond the index into full ones; how many blocks went into others."""
+    merged = 0
+    while some := _merge_once(backend, head, pace):
+        merged += some
+    return merged
+
+
+def _merge_once(backend: Backend, head: Head, pace: Pace) -> int:
+    """Very small blocks become small ones, small ones full ones."""
     merged = 0
     offset = backend.indexed_to(head.id)
     while entries := backend.entries(head.id, offset, _STEP_BLOCKS):
@@ -131,6 +156,7 @@ def merge_small(backend: Backend, head: Head) -> int:
         for group in _groups(entries, take_rest=head.sealed and at_end):
             if len(group) > 1 and _merge(backend, head, group):
                 merged += len(group)
+            pace.step()
         offset = entries[-1].past
     return merged
 
@@ -140,7 +166,7 @@ def _full(entry: Entry) -> bool:
 
 
 def _groups(entries: Sequence[Entry], take_rest: bool) -> list[list[Entry]]:
-    """Adjacent small blocks that together make a full one; a rest that does not waits for more."""
+    """Adjacent small blocks that together make a full one, or are many; a rest waits for more."""
     groups: list[list[Entry]] = []
     open_: list[Entry] = []
     for entry in entries:
@@ -150,7 +176,8 @@ def _groups(entries: Sequence[Entry], take_rest: bool) -> list[list[Entry]]:
             open_ = []
             continue
         open_.append(entry)
-        if sum(e.messages for e in open_) >= FULL_ROWS or sum(e.bytes for e in open_) >= FULL_BYTES:
+        enough = sum(e.messages for e in open_) >= FULL_ROWS or sum(e.bytes for e in open_) >= FULL_BYTES
+        if enough or len(open_) == _MERGE_BLOCKS:
             groups.append(open_)
             open_ = []
     if take_rest and len(open_) > 1:
@@ -170,7 +197,7 @@ def _merge(backend: Backend, head: Head, group: Sequence[Entry]) -> bool:
     return backend.replace(head.id, group, block)
 
 
-def index_full(backend: Backend, head: Head) -> int:
+def index_full(backend: Backend, head: Head, pace: Pace) -> int:
     """Index full blocks, a run at a time; of a sealed stream every block, full or not."""
     indexed = 0
     while True:
@@ -188,6 +215,7 @@ def index_full(backend: Backend, head: Head) -> int:
         part = [(entry.base, stored[entry.body]) for entry in settled]
         backend.put_runs(head.id, [], index.build(part, first, settled[-1].past, level=1))
         indexed += len(settled)
+        pace.step()
 
 
 def _settled(entries: Sequence[Entry], ended: bool) -> Sequence[Entry]:
@@ -198,7 +226,7 @@ def _settled(entries: Sequence[Entry], ended: bool) -> Sequence[Entry]:
     return entries[: last_full + 1] if last_full + 1 == len(entries) else []
 
 
-def compact_runs(backend: Backend, head: Head) -> None:
+def compact_runs(backend: Backend, head: Head, pace: Pace) -> None:
     """Merge eight neighbouring runs of one level into one of the next."""
     for level in range(1, RUN_LEVEL_MAX):
         while True:
@@ -212,3 +240,4 @@ def compact_runs(backend: Backend, head: Head) -> None:
                 if (run.first, run.level) in chosen
             ]
             backend.put_runs(head.id, sorted(chosen), index.merge(whole, level + 1))
+            pace.step()

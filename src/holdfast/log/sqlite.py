@@ -203,7 +203,7 @@ class SqliteLog:
         with self.store.write() as db:
             row = db.execute("select log, generation from generations where dropped limit 1").fetchone()
             if row is None:
-                return 0
+                return _sweep_dead(db, blocks_max)
             doomed = db.execute(
                 "select b.stream, b.base, b.body from streams s join blocks b on b.stream = s.id"
                 " where s.log = ? and s.generation = ? limit ?",
@@ -220,16 +220,13 @@ class SqliteLog:
 
     def replace(self, stream: int, old: Sequence[Entry], block: NewBlock) -> bool:
         with self.store.write() as db:
-            for entry in old:
-                found = db.execute(
-                    "select 1 from blocks where stream = ? and base = ? and body = ?",
-                    (stream, entry.base, entry.body),
-                ).fetchone()
-                if found is None:
-                    return False
-            for entry in old:
-                db.execute("delete from blocks where stream = ? and base = ?", (stream, entry.base))
-                db.execute("delete from bodies where id = ?", (entry.body,))
+            those = "from blocks where stream = ? and base >= ? and base < ?"
+            place = (stream, old[0].base, old[-1].past)
+            found = db.execute(f"select base, body {those} order by base", place).fetchall()
+            if found != [(entry.base, entry.body) for entry in old]:
+                return False
+            db.execute(f"insert into dead_bodies select body {those}", place)
+            db.execute(f"delete {those}", place)
             _insert_block(db, stream, old[0].base, old[-1].newest, block)
             db.execute(
                 "update streams set bytes = bytes + ? where id = ?",
@@ -302,6 +299,12 @@ def _insert_block(db: sqlite3.Connection, stream: int, base: int, newest: Micros
         (stream, base, block.messages, len(block.data), newest, block.checksum, body),
     )
     return body
+
+
+def _sweep_dead(db: sqlite3.Connection, bodies_max: int) -> int:
+    some = "in (select id from dead_bodies order by id limit ?)"
+    db.execute(f"delete from bodies where id {some}", (bodies_max,))
+    return db.execute(f"delete from dead_bodies where id {some}", (bodies_max,)).rowcount
 
 
 class SqliteWatcher(Watcher):

@@ -42,6 +42,8 @@ logger = logging.getLogger("holdfast.node")
 
 START_PROPERTY = "holdfast-start"
 RECORD_BYTES_MAX = 900_000
+UPKEEP_RESTS = 2.0
+"""Upkeep takes at most a third of the time, however much there is to do."""
 
 
 class Node:
@@ -628,7 +630,7 @@ class Node:
             await asyncio.sleep(chosen.upkeep_secs)
             before = set(self.dispatcher.heads)
             try:
-                await asyncio.get_running_loop().run_in_executor(None, maintain, self.log, retention)
+                await asyncio.get_running_loop().run_in_executor(None, maintain, self.log, retention, UPKEEP_RESTS)
                 kept = {head.stream for head in self.log.heads(LOG)}
                 await asyncio.get_running_loop().run_in_executor(None, self.dispatcher.look_at_lake)
                 for stream in before - kept - self.dispatcher.lake.keys():

@@ -55,6 +55,12 @@ begin
     insert into bodies values (old.id, x'', x'');
 end;
 
+-- Bodies that were merged into others. They are deleted in the order they were written, whatever their stream: that
+-- empties pages, where a stream at a time would rewrite each page as often as there are streams.
+create table dead_bodies (
+    id  integer primary key
+);
+
 -- Every topic that ever occurred in a generation: what a wildcard is resolved against.
 create table topics (
     log         text not null,
