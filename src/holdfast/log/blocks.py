@@ -44,8 +44,10 @@ def record_batch(rows: Batch, now: Micros) -> tuple[pa.RecordBatch, Micros, Micr
         times = np.array(rows.times, np.int64)
         oldest, newest = int(times.min()), int(times.max())
     flags = np.full(count, rows.flags, np.uint8) if isinstance(rows.flags, int) else np.array(rows.flags, np.uint8)
-    one = isinstance(rows.publishers, str)
-    publishers = _coded(np.zeros(count, np.int32), [rows.publishers]) if one else _words(rows.publishers)
+    if isinstance(rows.publishers, str):
+        publishers = _coded(np.zeros(count, np.int32), [rows.publishers])
+    else:
+        publishers = _words(rows.publishers)
     batch = pa.RecordBatch.from_arrays(
         [
             _numbers(times, _TIME),

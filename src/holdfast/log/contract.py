@@ -261,7 +261,7 @@ class Backend(Protocol):
         """Make a sealed generation invisible. `sweep` frees its room."""
 
     def sweep(self, blocks_max: int) -> int:
-        """Delete up to this many blocks of dropped generations, or bodies merged into others; 0: nothing is left to do."""
+        """Delete up to this many blocks of dropped generations, or bodies merged into others; 0: none is left."""
 
     def replace(self, stream: int, old: Sequence[Entry], block: NewBlock) -> bool:
         """Put one block in the place of adjacent ones; False if they are no longer what they were."""

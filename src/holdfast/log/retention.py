@@ -7,7 +7,7 @@ finds. Only blocks that will not be merged again are indexed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import RequestError
