@@ -59,6 +59,17 @@ def etcd_url(etcd_server: EtcdServer) -> str:
     return f"{etcd_server.url}/test-{next(_prefixes)}"
 
 
+LONG = ("spark/test_spark_cluster", "spark/", "test_demo", "test_docs", "e2e/test_kill")
+"""These come first, the longest before all others: two workers then end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return next((at for at, name in enumerate(LONG) if name in item.nodeid), len(LONG))
+
+    items.sort(key=place)
+
+
 def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

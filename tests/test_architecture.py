@@ -13,11 +13,12 @@ SOURCE = Path(holdfast.__file__).parent
 
 MAY_IMPORT = {
     "errors": set(),
+    "jitter": set(),
     "model": {"errors"},
     "topics": {"errors"},
-    "store": {"errors"},
-    "log": {"store", "model", "errors", "topics"},
-    "metadata": {"store", "model", "errors"},
+    "store": {"errors", "jitter"},
+    "log": {"store", "model", "errors", "jitter", "topics"},
+    "metadata": {"store", "model", "errors", "jitter"},
     "mqtt": {"model", "errors", "topics"},
     "cursors": {"metadata", "model", "errors"},
     "effects": {"groups", "cursors", "model", "errors"},

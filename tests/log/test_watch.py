@@ -64,8 +64,9 @@ def test_a_process_is_not_told_twice_of_its_own_appends(tmp_path: Path) -> None:
 
 def test_closing_ends_the_watcher(tmp_path: Path, postgres_url: str) -> None:
     for url in (f"sqlite:///{tmp_path}/log.db", postgres_url):
+        others = set(threading.enumerate())
         log: Log = holdfast.open(url)
         log.watch(lambda _: None)
-        assert any(t.name == "holdfast-log-watcher" for t in threading.enumerate())
+        assert [t.name for t in threading.enumerate() if t not in others] == ["holdfast-log-watcher"]
         log.close()
-        assert not any(t.name == "holdfast-log-watcher" for t in threading.enumerate())
+        assert not set(threading.enumerate()) - others

@@ -1,60 +1,29 @@
-"""Drivers as processes: killed at random points, on a real cluster, and on a machine without Java."""
+"""Drivers as processes: killed at random points, and on a machine without Java."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyspark
 import pytest
+from driver_processes import DRIVER, kill, process
 
 from holdfast.errors import RequestError
-from holdfast.log.manifest import Manifest
 from holdfast.spark import java, session
-from servers import _free_ports
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from conftest import Fleet
 
-DRIVER = Path(__file__).with_name("driver.py")
 Soon = Callable[..., None]
-
-
-@contextmanager
-def process(*command: str | Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A process and all it starts in its group, gone at the end."""
-    started = subprocess.Popen(
-        [str(part) for part in command],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield started
-    finally:
-        kill(started)
-
-
-def kill(started: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(started.pid, signal.SIGKILL)
-    started.wait(30)
-    if started.stdout is not None:
-        started.stdout.close()
 
 
 def kill_rounds(fleet: Fleet, checkpoint: Path, rounds: int, soon: Soon, seed: int) -> None:
@@ -81,54 +50,13 @@ def kill_rounds(fleet: Fleet, checkpoint: Path, rounds: int, soon: Soon, seed: i
     fleet.check("copy")
 
 
-def test_a_killed_driver_goes_on_from_its_checkpoint(fleet: Fleet, tmp_path: Path, soon: Soon) -> None:
-    kill_rounds(fleet, tmp_path / "checkpoint", 1, soon, seed=int(time.time()))
+def test_a_killed_driver_goes_on_from_its_checkpoint(small_fleet: Fleet, tmp_path: Path, soon: Soon) -> None:
+    kill_rounds(small_fleet, tmp_path / "checkpoint", 1, soon, seed=int(time.time()))
 
 
 @pytest.mark.soak
 def test_a_driver_killed_ten_times(fleet: Fleet, tmp_path: Path, soon: Soon) -> None:
     kill_rounds(fleet, tmp_path / "checkpoint", 10, soon, seed=int(time.time()))
-
-
-def test_a_real_cluster(postgres_url: str, tmp_path: Path) -> None:
-    from conftest import Fleet
-
-    fleet = Fleet(postgres_url)
-    fleet.publish(5000)
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    port, ui, ui1, ui2 = _free_ports(4)
-    start = Path(pyspark.__file__).parent / "bin" / "spark-class"
-    master = f"spark://127.0.0.1:{port}"
-    where = {
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "JAVA_HOME": str(java.find_java().launcher),
-        "SPARK_WORKER_DIR": str(tmp_path / "work"),
-        "SPARK_DAEMON_MEMORY": "256m",
-        "PYSPARK_PYTHON": sys.executable,
-    }
-    deploy = "org.apache.spark.deploy"
-    host = ("--host", "127.0.0.1", "--webui-port")
-    worker = (start, f"{deploy}.worker.Worker", "--cores", "1", "--memory", "1g", *host)
-    # Spark runs nothing twice on one host, so there are two.
-    other = [part.replace("127.0.0.1", "127.0.0.2") if isinstance(part, str) else part for part in worker]
-    with (
-        process(start, f"{deploy}.master.Master", "--port", str(port), *host, str(ui), **where),
-        process(*worker, str(ui1), master, **where),
-        process(*other, str(ui2), master, **where | {"SPARK_LOCAL_IP": "127.0.0.2"}),
-        process(sys.executable, DRIVER, "cluster", fleet.url, master, folder, **where) as driver,
-    ):
-        output, _ = driver.communicate(timeout=240)
-    assert driver.returncode == 0, output
-    found = json.loads(output.strip().splitlines()[-1])
-    assert found == {"read": 5000, "aggregate": 5000, "lake": 5000, "again": 5000}
-    fleet.check("slow", 400)
-    fleet.check("killed", 400)
-    assert (folder / "killed").exists()
-    assert len(list((folder / "attempts-3").iterdir())) > 1, "no speculative attempt was made"
-    assert Manifest(fleet.log).totals("messages")[1] == 5000
-    assert [g.number for g in fleet.log.generations("messages")] == [2]
-    fleet.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,11 @@ import pyarrow.compute as pc
 from holdfast.log.contract import Data
 from holdfast.model import Batch, Micros
 from holdfast.topics import Wanted
+
+try:
+    from isal.isal_zlib import crc32  # the same sum, twenty times as fast
+except ImportError:  # no wheel for this machine
+    from zlib import crc32
 
 _TIME = pa.timestamp("us", "UTC")
 _WORDS = pa.dictionary(pa.int32(), pa.string())
@@ -92,7 +96,7 @@ def decode(data: Data) -> pa.RecordBatch:
 
 
 def checksum(data: Data) -> int:
-    return zlib.crc32(data)
+    return crc32(data)
 
 
 def merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:

@@ -50,6 +50,7 @@ SHARDS_MAX = 4096
 ROWS_MAX = 65_536
 BYTES_MAX = 64 << 20
 _DIRECTORY_PAGE = 256
+_FETCH_BYTES = 8 << 20
 _TOPICS_REMEMBERED = 500_000
 
 
@@ -270,7 +271,7 @@ class Log:
         """Take what fits from these blocks. False: one of them is no longer there."""
         at = 0
         while at < len(entries) and not found.full:
-            take = _some(entries, at, found.bytes_left)
+            take = _some(entries, at, found)
             bodies = self._bodies(found.stream, take, found)
             for entry in take:
                 if entry.body not in bodies:
@@ -286,6 +287,8 @@ class Log:
                 else:
                     found.take(entry, batch)
                 if found.full:
+                    if batch is not None and found.next_offset < entry.past:
+                        self.cache.put(entry.body, batch, entry.bytes)  # whoever reads on begins with it
                     break
             at += len(take)
         return True
@@ -473,11 +476,14 @@ def _weight(entry: Entry, part: pa.RecordBatch) -> int:
     return entry.bytes * int(part.num_rows) // entry.messages
 
 
-def _some(entries: Sequence[Entry], at: int, bytes_left: int) -> Sequence[Entry]:
+def _some(entries: Sequence[Entry], at: int, found: _Collector) -> Sequence[Entry]:
     """As many blocks as are worth fetching in one go."""
-    total, end = 0, at
-    while end < len(entries) and (end == at or total + entries[end].bytes <= min(bytes_left, 8 << 20)):
-        total += entries[end].bytes
+    room = min(found.bytes_left, _FETCH_BYTES)
+    rows = found.rows_left if found.wanted is None else ROWS_MAX
+    end = at
+    while end < len(entries) and (end == at or (entries[end].bytes <= room and rows > 0)):
+        room -= entries[end].bytes
+        rows -= entries[end].messages
         end += 1
     return entries[at:end]
 

@@ -29,6 +29,8 @@ from holdfast.store.sqlite import SqliteStore
 
 POLL_SECONDS = 0.05
 _MANY = 500  # SQLite bounds the parameters of one statement
+_LARGE_BYTES = 32 << 10
+"""A large body is read from its pages straight to where it is wanted; as a statement's result it is copied twice."""
 
 
 class SqliteLog:
@@ -161,7 +163,20 @@ class SqliteLog:
         return [found[base] for base in sorted(found)]
 
     def bodies(self, ids: Sequence[int]) -> dict[int, Data]:
-        return self._by_id("data", ids)
+        found: dict[int, Data] = {}
+        large = []
+        for id_, data in self._by_id(f"case when length(data) < {_LARGE_BYTES} then data end", ids).items():
+            if data is None:
+                large.append(id_)
+            else:
+                found[id_] = data
+        if large:
+            with self.store.read() as db:
+                for id_ in large:
+                    gone = suppress(sqlite3.OperationalError)
+                    with gone, db.blobopen("bodies", "data", id_, readonly=True) as blob:
+                        found[id_] = blob.read()
+        return found
 
     def hashes(self, ids: Sequence[int]) -> dict[int, bytes]:
         return self._by_id("hashes", ids)

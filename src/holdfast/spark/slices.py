@@ -21,7 +21,7 @@ ROWS_LEAST = 20_000
 """A partition with fewer rows than this is not worth a task of its own."""
 
 _ROWS_READ = 65_536
-_ROWS_GATHERED = 8192
+_ROWS_GATHERED = 2048
 """Small blocks are gathered up to this many rows: a batch costs the JVM something, however small."""
 
 
