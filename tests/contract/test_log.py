@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 import holdfast
 from holdfast import ABSENT, At, Batch, Beginning, Key, Log, Message, Next, Since, Stream
 from holdfast.log import blocks
-from holdfast.log.contract import Retained
+from holdfast.log.contract import Data, Retained
 from holdfast.log.retention import FULL_ROWS, RetentionSettings, expire, maintain
 
 Opener = Callable[[], Log]
@@ -402,6 +402,24 @@ def test_small_blocks_are_merged_and_nothing_else_changes(log: Log) -> None:
     assert maintain(log).idle
 
 
+def test_very_small_blocks_are_merged_in_steps_and_leave_nothing(log: Log) -> None:
+    fill(log, 700, per=1)
+    single = [e.body for e in log.backend.entries(log.head(ONE).id, 0, 1000)]
+    maintain(log)
+    entries = log.backend.entries(log.head(ONE).id, 0, 1000)
+    assert len(entries) < 20, "merged once would be 700 / 64, with what is left over"
+    assert log.backend.bodies(single[:640]) == {}
+    log.cache.clear()
+    assert read_all(log) == list(range(700))
+    assert maintain(log).idle
+
+
+def test_upkeep_may_rest_between_its_steps(log: Log) -> None:
+    fill(log, 300, per=1)
+    assert maintain(log, rests=0.5).merged
+    assert read_all(log) == list(range(300))
+
+
 def test_a_reader_goes_on_while_blocks_are_merged_under_it(log: Log) -> None:
     fill(log, 3000, per=20)
     log.cache.clear()
@@ -537,3 +555,38 @@ def test_a_process_hears_of_its_own_appends_at_once(log: Log) -> None:
     watch.close()
     log.append("one", Batch(["t"], [b"1"]))
     assert len(heard) == 3
+
+
+def test_a_body_s_number_is_never_given_twice(log: Log, opener: Opener) -> None:
+    """Decoded blocks are remembered by it, in every process that has read them."""
+    other = opener()
+    for generation in range(1, 6):
+        fill(log, 10, start=10 * generation)
+        found = read_all(other, Stream("one", 0, generation), rows_max=4)
+        assert found == list(range(10 * generation, 10 * generation + 10))
+        log.seal("one")
+        log.drop("one", generation)
+        maintain(log)
+
+
+def test_a_block_that_was_cut_is_not_fetched_again(log: Log) -> None:
+    fill(log, 1000, per=1000)
+    log.cache.clear()
+    fetched: list[int] = []
+    bodies = log.backend.bodies
+
+    def counted(ids: Sequence[int]) -> dict[int, Data]:
+        fetched.extend(ids)
+        return bodies(ids)
+
+    log.backend.bodies = counted  # type: ignore[method-assign]
+    offset = 0
+    while offset < 1000:
+        offset = log.read(ONE, offset, rows_max=64).next_offset
+    assert len(fetched) == 1
+
+
+def test_no_more_blocks_are_fetched_than_rows_were_asked_for(log: Log) -> None:
+    fill(log, 1000)
+    log.cache.clear()
+    assert log.read(ONE, 0, rows_max=25).blocks_read == 3
