@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from e2e.clients import V5, V311, Client, Dial, Message
+from e2e.clients import V5, V311, Client, Dial, Message, Will
 from e2e.conftest import FLUSH_SECONDS, Clients, NewStore, durable
 from e2e.raw import Raw
 from node import Node
@@ -134,6 +134,19 @@ def what_was_published_while_away_is_there(world: World, name: str, version: int
         assert of_this == sorted(of_this)
 
 
+def wills_of_lost_connections_come_and_no_others(world: World, name: str, version: int) -> Story:
+    """Lost with the client or with the node; not if the client said good-bye, or the node did."""
+    watcher = world.connect(f"{name}-watch", version, **durable(version))
+    watcher.subscribe(name, 1)
+    world.connect(f"{name}-1", version, will=Will(name, b"lost"))
+    world.leave(world.connect(f"{name}-2", version, will=Will(name, b"never")))
+    yield
+    again = world.connect(f"{name}-watch", version, **durable(version))
+    world.connect(f"{name}-pub", version).publish(name, b"end")
+    expected = {"end"} if world.ending == "clean restart" else {"lost", "end"}
+    assert {message.text for message in again.take(len(expected))} == expected
+
+
 def subscription_options_are_kept(world: World, name: str, version: int) -> Story:
     subscriber = world.connect(name, V5, **durable(V5))
     options: dict[str, Any] = {"no_local": True, "retain_as_published": True}
@@ -206,6 +219,7 @@ STORIES: dict[str, Callable[[World, str], Story]] = {
             acknowledged_out_of_order_is_remembered_exactly,
             all_acknowledged_and_nothing_comes_again,
             what_was_published_while_away_is_there,
+            wills_of_lost_connections_come_and_no_others,
             subscription_options_are_kept,
             an_unsubscribed_filter_stays_unsubscribed,
             retained_messages_are_kept,

@@ -55,7 +55,12 @@ class SessionRecord(msgspec.Struct):
 
 
 def session_key(client_id: str) -> str:
-    return PREFIX + _short(client_id.replace("%", "%25").replace("/", "%2F"))
+    return PREFIX + short_name(client_id)
+
+
+def short_name(client_id: str) -> str:
+    """A client id as the last part of a key."""
+    return _short(client_id.replace("%", "%25").replace("/", "%2F"))
 
 
 def subscription_name(client_id: str, filter_text: str) -> str:
@@ -126,12 +131,13 @@ class Keeper:
 
     def save(self, record: SessionRecord) -> asyncio.Future[None]:
         """Resolved when it is durable; saves that come meanwhile go together."""
-        return self._put(session_key(record.client_id), msgspec.json.encode(record))
+        return self.put(session_key(record.client_id), msgspec.json.encode(record))
 
     def remove(self, client_id: str) -> asyncio.Future[None]:
-        return self._put(session_key(client_id), None)
+        return self.put(session_key(client_id), None)
 
-    def _put(self, key: str, value: bytes | None) -> asyncio.Future[None]:
+    def put(self, key: str, value: bytes | None) -> asyncio.Future[None]:
+        """Store it, or delete it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending[key] = value
         self._waiters.append(future)

@@ -34,9 +34,11 @@ from holdfast.runtime.ingest import LOG, Ingest
 from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
 from holdfast.runtime.lease import is_lease
 from holdfast.runtime.metrics import Metrics
+from holdfast.runtime.wills import Wills
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.session import NEVER, Rows, Session, Skipped, Subscription
 from holdfast.settings import AuthSettings, Settings
+from holdfast.store.postgres import PostgresStore
 
 logger = logging.getLogger("holdfast.node")
 
@@ -54,6 +56,8 @@ class Node:
         self.log.create(LOG, settings.log.shards, settings.log.shard_by)
         self.metadata = open_metadata(settings.metadata or self._shared_store())
         self.keeper = Keeper(self.metadata, settings.sessions.on_trimmed)
+        shared = isinstance(self._shared_store(), PostgresStore)
+        self.wills = Wills(self.keeper, (settings.node_id or None) if shared else "", self._publish_will)
         self.auth = Authenticator(auth_settings(settings.auth))
         self.names: dict[bytes, str] = {}
         """Topics by their bytes, shared by all connections that may publish anywhere."""
@@ -68,7 +72,6 @@ class Node:
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._expiries: list[tuple[float, int, str]] = []
-        self._wills: list[tuple[float, int, str, p.Will]] = []
         self._order = itertools.count()
         self._stopping = False
         self._next_turn = 0.0
@@ -103,6 +106,7 @@ class Node:
             self._expire_later(record.client_id, record.disconnected_at, record.expiry_seconds)
             for subscription in record.subscriptions:
                 self.dispatcher.away.add(subscription.filter, record.client_id)
+        await self.keeper.call(self.wills.load, self.metadata)
         self.spawn(self._tick())
         self.spawn(self._flush_cursors())
         self.spawn(self._upkeep())
@@ -130,6 +134,7 @@ class Node:
         saves = [self.keeper.save(record_of(s, connected=False, now=now, clean_stop=True)) for s in sessions]
         if saves:
             await asyncio.wait(saves)
+        await self.wills.settled()
         for task in list(self._tasks):
             task.cancel()
         self._watch.close()
@@ -241,14 +246,22 @@ class Node:
         was_durable = session.durable
         session.epoch += 1
         session.expiry_seconds = self.bounded_expiry(effective_expiry(packet))
-        self._cancel_will(client_id)
-        if session.durable:
-            await self.keeper.save(record_of(session, connected=True, now=time.time()))
-        elif was_durable and present:
-            await self._forget_stored(session)
+        will = packet.will
+        kept = self.wills.keep(connection, client_id, will, min(will.delay, session.expiry_seconds) if will else 0)
+        try:
+            if session.durable:
+                await self.keeper.save(record_of(session, connected=True, now=time.time()))
+            elif was_durable and present:
+                await self._forget_stored(session)
+            if kept is not None:
+                await kept
+        except HoldfastError:
+            self.wills.left(connection, client_id, None, 0)  # it is not going to be welcome
+            raise
         again = await self._under_way(session)
         if connection.closed or connection.transport.is_closing():
             session.park(self.dispatcher.heads, self.dispatcher.sealed)
+            self.wills.left(connection, client_id, None, 0)
             self._expire_later(client_id, time.time(), session.expiry_seconds)
             return
         self.connections[client_id] = connection
@@ -310,8 +323,8 @@ class Node:
             if session.durable:
                 self.dispatcher.away.add(filter_text, client_id)
         session.park(self.dispatcher.heads, self.dispatcher.sealed)
-        if connection.will is not None:
-            self._will_later(client_id, connection.will, session)
+        will = connection.will
+        self.wills.left(connection, client_id, will, min(will.delay, session.expiry_seconds) if will else 0)
         if self._stopping:
             return
         if not session.durable:
@@ -340,7 +353,7 @@ class Node:
         filters += list(session.subscriptions) if session else []
         for filter_text in filters:
             self.dispatcher.away.remove(filter_text, client_id)
-        self._publish_will_now(client_id)
+        self.wills.session_ended(client_id)
         if record is not None or (session is not None and (session.durable or session.epoch > 1)):
             await self.keeper.delete_cursors(client_id, filters, self.dispatcher.heads)
             await self.keeper.remove(client_id)
@@ -534,28 +547,9 @@ class Node:
 
     # -- wills, expiry, upkeep ---------------------------------------------------------------------------
 
-    def _will_later(self, client_id: str, will: p.Will, session: Session) -> None:
-        delay = min(will.delay, session.expiry_seconds)
-        if delay and not self._stopping:
-            heapq.heappush(self._wills, (self.now() + delay, next(self._order), client_id, will))
-        else:
-            self._publish_will(client_id, will)
-
-    def _cancel_will(self, client_id: str) -> None:
-        if self._wills:
-            self._wills = [w for w in self._wills if w[2] != client_id]
-            heapq.heapify(self._wills)
-
-    def _publish_will_now(self, client_id: str) -> None:
-        for _, _, _, will in [w for w in self._wills if w[2] == client_id]:
-            self._publish_will(client_id, will)
-        self._cancel_will(client_id)
-
-    def _publish_will(self, client_id: str, will: p.Will) -> None:
-        if will.topic.startswith("$"):
-            return
+    def _publish_will(self, client_id: str, will: p.Will, done: Callable[[bool], None]) -> None:
         flags = will.qos | (RETAIN if will.retain else 0)
-        self.ingest.publish_one(client_id, will.topic, will.payload, flags, will.properties or None, None)
+        self.ingest.publish_one(client_id, will.topic, will.payload, flags, will.properties or None, done)
 
     def _expire_later(self, client_id: str, since: float, expiry_seconds: int) -> None:
         if expiry_seconds == NEVER:
@@ -581,9 +575,7 @@ class Node:
                 elif connection.identity is not None and (connection.identity.expires_at or wall) < wall:
                     connection.close(Reason.NOT_AUTHORIZED)
             self._refresh_rights()
-            while self._wills and self._wills[0][0] <= now:
-                _, _, client_id, will = heapq.heappop(self._wills)
-                self._publish_will(client_id, will)
+            self.wills.send_due()
             while self._expiries and self._expiries[0][0] <= time.time():
                 await self._expire(heapq.heappop(self._expiries)[2])
 

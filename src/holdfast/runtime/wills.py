@@ -1,0 +1,165 @@
+"""Wills: kept in the metadata store from CONNECT on, so that not even the node's own death silences them.
+
+A will is published when its connection is lost, or some time after; it is withdrawn when the client says good-bye, or
+is back in time. What is stored is the will and, once the connection is lost, when it is due. A node that was killed
+finds the wills of its clients when it is started again: their connections were lost with it. On a store that nodes
+share it knows its own by the name it was given (`node_id`); without one it would never find them, and stores none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from holdfast.metadata import Metadata
+from holdfast.mqtt import packets as p
+from holdfast.runtime.keeper import Keeper, short_name
+
+if TYPE_CHECKING:
+    from holdfast.runtime.connection import Connection
+
+logger = logging.getLogger("holdfast.wills")
+
+PREFIX = "/holdfast/wills/"
+AGAIN_SECONDS = 1.0
+"""A will that could not be stored as a message is tried again after this long."""
+
+
+Saving = asyncio.Future[None] | None
+
+
+class WillRecord(msgspec.Struct):
+    client_id: str
+    node: str
+    topic: str
+    payload: bytes
+    qos: int
+    retain: bool
+    properties: bytes
+    delay: int
+    due: float = 0.0
+    """By the wall clock; 0 while its client is connected."""
+
+
+class Publish(Protocol):
+    def __call__(self, client_id: str, will: p.Will, done: Callable[[bool], None]) -> None: ...
+
+
+class Wills:
+    def __init__(self, keeper: Keeper, node_id: str | None, publish: Publish):
+        self._keeper, self._publish = keeper, publish
+        self._node_id = node_id
+        """The node's name; empty: the store is its alone; None: it has none, and stores nothing."""
+        self._kept: dict[str, Connection | None] = {}
+        """Whose will is stored, by client id; None: of an earlier run."""
+        self._pending: list[tuple[float, int, str, p.Will]] = []
+        """Lost connections' wills by when they are due, by the wall clock."""
+        self._order = itertools.count()
+        self._saves: set[asyncio.Future[None]] = set()
+
+    def load(self, metadata: Metadata) -> None:
+        """Take up what an earlier run of this node left (before anything else happens)."""
+        if self._node_id is None:
+            return
+        now = time.time()
+        for key, entry in metadata.list(PREFIX).items():
+            try:
+                found = msgspec.msgpack.decode(entry.value, type=WillRecord)
+            except msgspec.MsgspecError as error:
+                logger.error("the will at %s cannot be read and is left alone: %s", key, error)
+                continue
+            if found.node == self._node_id:
+                will = p.Will(found.topic, found.payload, found.qos, found.retain, found.delay, found.properties)
+                self._kept[found.client_id] = None
+                self._wait(found.client_id, will, found.due or now + found.delay)
+
+    def keep(self, connection: Connection, client_id: str, will: p.Will | None, delay: int) -> Saving:
+        """A client has connected: whatever will there was is void. Resolved when the new one is durable."""
+        self._withdraw(client_id)
+        if will is None or will.topic.startswith("$"):
+            return self._forget(client_id)
+        self._kept[client_id] = connection
+        return self._save(client_id, will, delay, due=0.0)
+
+    def left(self, connection: Connection, client_id: str, will: p.Will | None, delay: int) -> None:
+        """The connection is over; without a will, or with one whose time has come or will come."""
+        ours = self._kept.get(client_id) is connection
+        if will is None or will.topic.startswith("$"):
+            if ours:
+                self._forget(client_id)
+        elif not delay:
+            self._send(client_id, will)
+        elif ours:  # otherwise the client is back already
+            due = time.time() + delay
+            self._wait(client_id, will, due)
+            self._save(client_id, will, delay, due)
+
+    def session_ended(self, client_id: str) -> None:
+        """Its will waits no longer."""
+        for will in self._withdraw(client_id):
+            self._send(client_id, will)
+
+    def send_due(self) -> None:
+        now = time.time()
+        while self._pending and self._pending[0][0] <= now:
+            _, _, client_id, will = heapq.heappop(self._pending)
+            self._send(client_id, will)
+
+    async def settled(self) -> None:
+        """What was to be stored is."""
+        if self._saves:
+            await asyncio.wait(self._saves)
+
+    def _wait(self, client_id: str, will: p.Will, due: float) -> None:
+        heapq.heappush(self._pending, (due, next(self._order), client_id, will))
+
+    def _withdraw(self, client_id: str) -> list[p.Will]:
+        found = [will for _, _, of, will in self._pending if of == client_id]
+        if found:
+            self._pending = [entry for entry in self._pending if entry[2] != client_id]
+            heapq.heapify(self._pending)
+        return found
+
+    def _send(self, client_id: str, will: p.Will) -> None:
+        """Stored as a message first, forgotten after: a node killed in between publishes it twice, never not at all."""
+        owner = self._kept.get(client_id)
+
+        def done(stored: bool) -> None:
+            if not stored:
+                self._wait(client_id, will, time.time() + AGAIN_SECONDS)
+            elif client_id in self._kept and self._kept[client_id] is owner:
+                self._forget(client_id)
+
+        self._publish(client_id, will, done)
+
+    def _save(self, client_id: str, will: p.Will, delay: int, due: float) -> Saving:
+        if self._node_id is None:
+            return None
+        record = WillRecord(
+            client_id, self._node_id, will.topic, will.payload, will.qos, will.retain, will.properties, delay, due
+        )
+        return self._noted(self._keeper.put(_key(client_id), msgspec.msgpack.encode(record)))
+
+    def _forget(self, client_id: str) -> Saving:
+        if client_id not in self._kept:
+            return None
+        del self._kept[client_id]
+        if self._node_id is None:
+            return None
+        return self._noted(self._keeper.put(_key(client_id), None))
+
+    def _noted(self, save: asyncio.Future[None]) -> asyncio.Future[None]:
+        self._saves.add(save)
+        save.add_done_callback(self._saves.discard)
+        return save
+
+
+def _key(client_id: str) -> str:
+    return PREFIX + short_name(client_id)
