@@ -276,6 +276,21 @@ def test_a_client_that_is_back_in_time_has_no_will_published(connect: Connect, n
     assert watcher.until(b"end") == []
 
 
+def test_a_session_that_ended_with_its_connection_is_not_taken_over(connect: Connect, name: str) -> None:
+    """The second connection begins a session of its own, which its predecessor's end must not take with it."""
+    connect(name, V5).subscribe(f"{name}/old", 1)
+    second = connect(name, V5, **durable(V5))
+    assert second.session_present is False
+    second.subscribe(f"{name}/new", 1)
+    second.drop()
+    publisher = connect(f"{name}-pub", V5)
+    publisher.publish(f"{name}/old", b"no")
+    publisher.publish(f"{name}/new", b"kept")
+    third = connect(name, V5, **durable(V5))
+    assert third.session_present is True
+    assert third.next().text == "kept"
+
+
 def test_a_session_ends_when_its_expiry_says(connect: Connect, node: Node, name: str) -> None:
     connect(name, V5, **durable(V5, 1)).disconnect()
     begin = time.monotonic()

@@ -22,8 +22,9 @@ class BlockCache:
     def put(self, body: int, batch: pa.RecordBatch, size: int) -> None:
         """`size` is its encoded one: asking Arrow for its own costs more than all the rest here."""
         with self._lock:
+            known = self._blocks.pop(body, None)
             self._blocks[body] = (batch, size)
-            self._bytes += size
+            self._bytes += size - (known[1] if known else 0)
             while self._bytes > self._bytes_max and self._blocks:
                 self._bytes -= self._blocks.popitem(last=False)[1][1]
 

@@ -75,6 +75,7 @@ class Pace:
 def maintain(log: Log, settings: RetentionSettings = RetentionSettings(), rests: float = 0.0) -> Upkeep:  # noqa: B008
     """One round over every log of the store."""
     done, pace = Upkeep(), Pace(rests)
+    _sweep(log, done, pace)  # first, too: it makes room, and what follows may fail for want of it
     for name in log.logs():
         done.sealed += _roll(log, name, settings)
         done.dropped += expire(log, name, settings)
@@ -82,11 +83,15 @@ def maintain(log: Log, settings: RetentionSettings = RetentionSettings(), rests:
             done.merged += merge_small(log.backend, head, pace)
             done.indexed += index_full(log.backend, head, pace)
             compact_runs(log.backend, head, pace)
+    _sweep(log, done, pace)
+    log.backend.forget_writers(log.clock() - _WRITERS_KEPT_MICROS)
+    return done
+
+
+def _sweep(log: Log, done: Upkeep, pace: Pace) -> None:
     while swept := log.backend.sweep(_STEP_BLOCKS):
         done.swept += swept
         pace.step()
-    log.backend.forget_writers(log.clock() - _WRITERS_KEPT_MICROS)
-    return done
 
 
 def _roll(log: Log, name: str, settings: RetentionSettings) -> int:
@@ -151,7 +156,8 @@ def _merge_once(backend: Backend, head: Head, pace: Pace) -> int:
     """Very small blocks become small ones, small ones full ones."""
     merged = 0
     offset = backend.indexed_to(head.id)
-    while entries := backend.entries(head.id, offset, _STEP_BLOCKS):
+    # What is appended meanwhile waits for the next round.
+    while offset < head.next_offset and (entries := backend.entries(head.id, offset, _STEP_BLOCKS)):
         at_end = entries[-1].past >= head.next_offset
         for group in _groups(entries, take_rest=head.sealed and at_end):
             if len(group) > 1 and _merge(backend, head, group):

@@ -173,9 +173,8 @@ class SqliteLog:
         if large:
             with self.store.read() as db:
                 for id_ in large:
-                    gone = suppress(sqlite3.OperationalError)
-                    with gone, db.blobopen("bodies", "data", id_, readonly=True) as blob:
-                        found[id_] = blob.read()
+                    if data := _read_blob(db, id_):
+                        found[id_] = data
         return found
 
     def hashes(self, ids: Sequence[int]) -> dict[int, bytes]:
@@ -314,6 +313,17 @@ def _insert_block(db: sqlite3.Connection, stream: int, base: int, newest: Micros
         (stream, base, block.messages, len(block.data), newest, block.checksum, body),
     )
     return body
+
+
+def _read_blob(db: sqlite3.Connection, body: int) -> bytes:
+    """Empty if it has gone meanwhile, or only its number is left."""
+    try:
+        with db.blobopen("bodies", "data", body, readonly=True) as blob:
+            return blob.read()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # no such row
+            return b""
+        raise
 
 
 def _sweep_dead(db: sqlite3.Connection, bodies_max: int) -> int:

@@ -61,7 +61,8 @@ class EtcdMetadata(Metadata):
         return encode(self._prefix + key.encode())
 
     def _local(self, kv: Json) -> str:
-        return decode(kv["key"]).removeprefix(self._prefix).decode()
+        # A foreign key between ours may be no text; it is nobody's, and must not stop the others.
+        return decode(kv["key"]).removeprefix(self._prefix).decode(errors="surrogateescape")
 
     def _bounds(self, *prefixes: str) -> Json:
         """The range of etcd's keys that holds all that start with one of these."""

@@ -26,6 +26,8 @@ logger = logging.getLogger("holdfast.keeper")
 T = TypeVar("T")
 PREFIX = "/holdfast/sessions/"
 NAME_MAX = 200
+TRANSACTION_BYTES = 1 << 20
+"""etcd takes no larger ones."""
 
 
 class SubscriptionRecord(msgspec.Struct):
@@ -157,10 +159,16 @@ class Keeper:
         writing.add_done_callback(lambda done: self._written(done, waiters))
 
     def _transact(self, pending: dict[str, bytes | None]) -> None:
-        changes = [Delete(key) if value is None else Put(key, value) for key, value in pending.items()]
-        step = self.metadata.batch_max or len(changes) or 1
-        for at in range(0, len(changes), step):
-            self.metadata.transact(changes[at : at + step])
+        most = self.metadata.batch_max or len(pending)
+        changes: list[Put | Delete] = []
+        size = 0
+        for key, value in pending.items():
+            size += len(value or b"")
+            if changes and (len(changes) == most or size > TRANSACTION_BYTES):
+                self.metadata.transact(changes)
+                changes, size = [], len(value or b"")
+            changes.append(Delete(key) if value is None else Put(key, value))
+        self.metadata.transact(changes)
 
     def _written(self, done: asyncio.Future[None], waiters: list[asyncio.Future[None]]) -> None:
         error = done.exception()

@@ -44,6 +44,7 @@ logger = logging.getLogger("holdfast.node")
 
 START_PROPERTY = "holdfast-start"
 RECORD_BYTES_MAX = 900_000
+WILL_BYTES_MAX = 256 << 10
 UPKEEP_RESTS = 2.0
 """Upkeep takes at most a third of the time, however much there is to do."""
 
@@ -107,6 +108,7 @@ class Node:
             for subscription in record.subscriptions:
                 self.dispatcher.away.add(subscription.filter, record.client_id)
         await self.keeper.call(self.wills.load, self.metadata)
+        self.wills.send_due()
         self.spawn(self._tick())
         self.spawn(self._flush_cursors())
         self.spawn(self._upkeep())
@@ -198,6 +200,8 @@ class Node:
         identity = await self._authenticate(connection, packet, client_id)
         if packet.will is not None and not self.auth.acl.may_publish(identity, packet.will.topic):
             raise PeerError(f"the will may not go to {packet.will.topic!r}", Reason.NOT_AUTHORIZED)
+        if packet.will is not None and len(packet.will.payload) + len(packet.will.properties) > WILL_BYTES_MAX:
+            raise PeerError(f"the will is larger than {WILL_BYTES_MAX} bytes", Reason.PACKET_TOO_LARGE)
         lock = self._locks.setdefault(client_id, asyncio.Lock())
         try:
             async with lock:
@@ -228,7 +232,10 @@ class Node:
     ) -> None:
         old = self.connections.get(client_id)
         if old is not None:
+            ended = old.session
             old.close(Reason.SESSION_TAKEN_OVER)
+            if ended is not None and not ended.durable:
+                await self._discard(client_id, only=ended)  # it ended with its connection: nothing to take over
         if packet.clean_start:
             await self._discard(client_id)
         session = self.sessions.get(client_id)
@@ -247,27 +254,28 @@ class Node:
         session.epoch += 1
         session.expiry_seconds = self.bounded_expiry(effective_expiry(packet))
         will = packet.will
-        kept = self.wills.keep(connection, client_id, will, min(will.delay, session.expiry_seconds) if will else 0)
+        delay = min(will.delay, session.expiry_seconds) if will else 0
+        if session.durable:
+            await self.keeper.save(record_of(session, connected=True, now=time.time()))
+        elif was_durable and present:
+            await self._forget_stored(session)
+        kept = self.wills.keep(connection, client_id, will, delay)
         try:
-            if session.durable:
-                await self.keeper.save(record_of(session, connected=True, now=time.time()))
-            elif was_durable and present:
-                await self._forget_stored(session)
             if kept is not None:
                 await kept
-        except HoldfastError:
+            again = await self._under_way(session)
+            if connection.closed or connection.transport.is_closing():
+                session.park(self.dispatcher.heads, self.dispatcher.sealed)
+                self.wills.left(connection, client_id, will, delay)
+                self._expire_later(client_id, time.time(), session.expiry_seconds)
+                return
+            gaps = len(session.skipped)
+            session.unpark(self.dispatcher.known, time.time())
+            self._trimmed(session, session.skipped[gaps:])
+        except Exception:
             self.wills.left(connection, client_id, None, 0)  # it is not going to be welcome
             raise
-        again = await self._under_way(session)
-        if connection.closed or connection.transport.is_closing():
-            session.park(self.dispatcher.heads, self.dispatcher.sealed)
-            self.wills.left(connection, client_id, None, 0)
-            self._expire_later(client_id, time.time(), session.expiry_seconds)
-            return
         self.connections[client_id] = connection
-        gaps = len(session.skipped)
-        session.unpark(self.dispatcher.known, time.time())
-        self._trimmed(session, session.skipped[gaps:])
         for filter_text in session.subscriptions:
             self.dispatcher.away.remove(filter_text, client_id)
             self.dispatcher.live.add(filter_text, connection)

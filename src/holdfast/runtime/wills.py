@@ -14,6 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -37,7 +38,6 @@ Saving = asyncio.Future[None] | None
 
 class WillRecord(msgspec.Struct):
     client_id: str
-    node: str
     topic: str
     payload: bytes
     qos: int
@@ -59,26 +59,27 @@ class Wills:
         """The node's name; empty: the store is its alone; None: it has none, and stores nothing."""
         self._kept: dict[str, Connection | None] = {}
         """Whose will is stored, by client id; None: of an earlier run."""
-        self._pending: list[tuple[float, int, str, p.Will]] = []
+        self._pending: list[tuple[float, int, str, p.Will, Connection | None]] = []
         """Lost connections' wills by when they are due, by the wall clock."""
         self._order = itertools.count()
         self._saves: set[asyncio.Future[None]] = set()
+        self._prefix = f"{PREFIX}{node_id}/"
 
     def load(self, metadata: Metadata) -> None:
-        """Take up what an earlier run of this node left (before anything else happens)."""
+        """Take up what an earlier run of this node left (before anything else happens; on any thread)."""
         if self._node_id is None:
             return
         now = time.time()
-        for key, entry in metadata.list(PREFIX).items():
+        for key, entry in metadata.list(self._prefix).items():
             try:
                 found = msgspec.msgpack.decode(entry.value, type=WillRecord)
             except msgspec.MsgspecError as error:
                 logger.error("the will at %s cannot be read and is left alone: %s", key, error)
                 continue
-            if found.node == self._node_id:
-                will = p.Will(found.topic, found.payload, found.qos, found.retain, found.delay, found.properties)
-                self._kept[found.client_id] = None
-                self._wait(found.client_id, will, found.due or now + found.delay)
+            will = p.Will(found.topic, found.payload, found.qos, found.retain, found.delay, found.properties)
+            self._kept[found.client_id] = None
+            # No longer than its delay, wherever the clock has been set meanwhile.
+            self._wait(found.client_id, will, min(found.due or inf, now + found.delay), None)
 
     def keep(self, connection: Connection, client_id: str, will: p.Will | None, delay: int) -> Saving:
         """A client has connected: whatever will there was is void. Resolved when the new one is durable."""
@@ -95,45 +96,44 @@ class Wills:
             if ours:
                 self._forget(client_id)
         elif not delay:
-            self._send(client_id, will)
+            self._send(client_id, will, connection)
         elif ours:  # otherwise the client is back already
             due = time.time() + delay
-            self._wait(client_id, will, due)
+            self._wait(client_id, will, due, connection)
             self._save(client_id, will, delay, due)
 
     def session_ended(self, client_id: str) -> None:
         """Its will waits no longer."""
-        for will in self._withdraw(client_id):
-            self._send(client_id, will)
+        for will, owner in self._withdraw(client_id):
+            self._send(client_id, will, owner)
 
     def send_due(self) -> None:
         now = time.time()
         while self._pending and self._pending[0][0] <= now:
-            _, _, client_id, will = heapq.heappop(self._pending)
-            self._send(client_id, will)
+            _, _, client_id, will, owner = heapq.heappop(self._pending)
+            self._send(client_id, will, owner)
 
     async def settled(self) -> None:
         """What was to be stored is."""
         if self._saves:
             await asyncio.wait(self._saves)
 
-    def _wait(self, client_id: str, will: p.Will, due: float) -> None:
-        heapq.heappush(self._pending, (due, next(self._order), client_id, will))
+    def _wait(self, client_id: str, will: p.Will, due: float, owner: Connection | None) -> None:
+        heapq.heappush(self._pending, (due, next(self._order), client_id, will, owner))
 
-    def _withdraw(self, client_id: str) -> list[p.Will]:
-        found = [will for _, _, of, will in self._pending if of == client_id]
+    def _withdraw(self, client_id: str) -> list[tuple[p.Will, Connection | None]]:
+        found = [(will, owner) for _, _, of, will, owner in self._pending if of == client_id]
         if found:
             self._pending = [entry for entry in self._pending if entry[2] != client_id]
             heapq.heapify(self._pending)
         return found
 
-    def _send(self, client_id: str, will: p.Will) -> None:
+    def _send(self, client_id: str, will: p.Will, owner: Connection | None) -> None:
         """Stored as a message first, forgotten after: a node killed in between publishes it twice, never not at all."""
-        owner = self._kept.get(client_id)
 
         def done(stored: bool) -> None:
             if not stored:
-                self._wait(client_id, will, time.time() + AGAIN_SECONDS)
+                self._wait(client_id, will, time.time() + AGAIN_SECONDS, owner)
             elif client_id in self._kept and self._kept[client_id] is owner:
                 self._forget(client_id)
 
@@ -142,10 +142,8 @@ class Wills:
     def _save(self, client_id: str, will: p.Will, delay: int, due: float) -> Saving:
         if self._node_id is None:
             return None
-        record = WillRecord(
-            client_id, self._node_id, will.topic, will.payload, will.qos, will.retain, will.properties, delay, due
-        )
-        return self._noted(self._keeper.put(_key(client_id), msgspec.msgpack.encode(record)))
+        record = WillRecord(client_id, will.topic, will.payload, will.qos, will.retain, will.properties, delay, due)
+        return self._put(client_id, msgspec.msgpack.encode(record))
 
     def _forget(self, client_id: str) -> Saving:
         if client_id not in self._kept:
@@ -153,13 +151,21 @@ class Wills:
         del self._kept[client_id]
         if self._node_id is None:
             return None
-        return self._noted(self._keeper.put(_key(client_id), None))
+        return self._put(client_id, None)
 
-    def _noted(self, save: asyncio.Future[None]) -> asyncio.Future[None]:
+    def _put(self, client_id: str, value: bytes | None) -> asyncio.Future[None]:
+        save = self._keeper.put(self._prefix + short_name(client_id), value)
         self._saves.add(save)
-        save.add_done_callback(self._saves.discard)
+        save.add_done_callback(lambda done: self._saved(done, client_id, value))
         return save
 
+    def _saved(self, save: asyncio.Future[None], client_id: str, value: bytes | None) -> None:
+        """A will that could not be deleted would be published one day, long after the good-bye."""
+        self._saves.discard(save)
+        if not save.cancelled() and save.exception() is not None and value is None:
+            logger.warning("the will of %s is not deleted yet: %s", client_id, save.exception())
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._delete_again, client_id)
 
-def _key(client_id: str) -> str:
-    return PREFIX + short_name(client_id)
+    def _delete_again(self, client_id: str) -> None:
+        if client_id not in self._kept:
+            self._put(client_id, None)
