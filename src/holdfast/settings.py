@@ -160,7 +160,8 @@ class Settings:
     metadata: str = ""
     """Where cursors and sessions are kept; empty: in the store."""
     node_id: str = ""
-    """This node's name; empty: one is made up."""
+    """This node's name; empty: one is made up. On PostgreSQL give it one: wills of a node that was killed are
+    published when a node of its name is started."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log: LogSettings = field(default_factory=LogSettings)
