@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/holdfast demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(BIN)/ruff check src tests bench

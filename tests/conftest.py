@@ -59,15 +59,15 @@ def etcd_url(etcd_server: EtcdServer) -> str:
     return f"{etcd_server.url}/test-{next(_prefixes)}"
 
 
-HEAVY = ("tests/spark/", "tests/test_demo", "tests/test_docs")
-"""These run Spark, which takes all of the machine: they begin first, on one worker, and the others run beside them."""
+LONG = ("spark/test_spark_cluster", "spark/", "test_demo", "test_docs", "e2e/test_kill")
+"""These come first, the longest before all others: two workers then end at about the same time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(HEAVY))
-    for item in items:
-        heavy = item.nodeid.startswith(HEAVY)
-        item.add_marker(pytest.mark.xdist_group("spark" if heavy else item.nodeid.split("::")[0]))
+    def place(item: pytest.Item) -> int:
+        return next((at for at, name in enumerate(LONG) if name in item.nodeid), len(LONG))
+
+    items.sort(key=place)
 
 
 def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

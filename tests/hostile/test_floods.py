@@ -122,10 +122,11 @@ def test_pings_whose_answers_are_never_read(target: Target, name: str, version: 
         # More than the system holds for both sides: it may let a receiver's buffer grow to 32 MB.
         sent, held_back = pour(raw.sock, b"\xc0\x00" * 50_000, 600, 30)
         assert held_back, f"{sent} bytes were taken"
-        answers = bytearray()
-        while not select.select([], [raw.sock], [], 0)[1]:
-            answers += raw.sock.recv(1 << 18)
-        assert answers[::2] == b"\xd0" * len(answers[::2])
+        if version == 5:
+            return  # reading it all takes a while; once is enough
+        if sent % 2:
+            threading.Thread(target=raw.sock.sendall, args=(b"\x00",), daemon=True).start()
+        read_all(raw.sock, b"\xd0", (sent + 1) // 2, 2)
 
 
 def test_publishes_whose_acks_are_never_read(target: Target, name: str) -> None:
