@@ -209,3 +209,10 @@ def test_the_reason_is_read_whatever_is_still_in_the_pipe(target: Target, garbag
             raise AssertionError(f"our bytes were refused before we read why: {error}") from None
         said = packets(everything(raw.sock))
         assert said and said[-1][0] == 0xE0 and said[-1][1][0] in (0x81, 0x82)
+
+
+def test_a_packet_without_a_type_after_a_good_one(target: Target) -> None:
+    """Its first byte is zero, which is a first byte all the same."""
+    with target.unharmed(), target.connected("typeless", 5) as raw:
+        raw.sock.sendall(b"\xc0\x00\x00\x00")
+        assert everything(raw.sock) == b"\xd0\x00\xe0\x01\x82"

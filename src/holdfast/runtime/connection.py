@@ -232,11 +232,11 @@ class Connection(asyncio.Protocol):
             at = stop
             packets += 1
 
-    _faulty: tuple[int, bytes] = (0, b"")
+    _faulty: tuple[int, bytes] | None = None
 
     def _refuse(self, error: PeerError, data: bytes) -> None:
         """The client broke MQTT: tell it what was wrong, and end it."""
-        first, body = self._faulty if self._faulty[0] else (data[0], data[2:])
+        first, body = (data[0], data[2:]) if self._faulty is None else self._faulty
         logger.info("%s %s: %s", self.peer, self.session.client_id if self.session else "", error)
         self.node.metrics.refused.inc()
         version = self.version if self.state == "open" else None
