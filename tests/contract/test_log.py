@@ -13,7 +13,7 @@ import pytest
 import holdfast
 from holdfast import ABSENT, At, Batch, Beginning, Key, Log, Message, Next, Since, Stream
 from holdfast.log import blocks
-from holdfast.log.contract import Data, Retained
+from holdfast.log.contract import Data, NewBlock, Retained
 from holdfast.log.retention import FULL_ROWS, RetentionSettings, expire, maintain
 
 Opener = Callable[[], Log]
@@ -412,6 +412,22 @@ def test_very_small_blocks_are_merged_in_steps_and_leave_nothing(log: Log) -> No
     log.cache.clear()
     assert read_all(log) == list(range(700))
     assert maintain(log).idle
+
+
+def test_blocks_that_somebody_else_has_merged_are_not_replaced_again(log: Log) -> None:
+    """Two processes may keep the same log in shape."""
+    fill(log, 2 * FULL_ROWS, per=100)
+    head = log.head(ONE)
+    old = log.backend.entries(head.id, 0, 10)
+    maintain(log)
+    merged = log.backend.entries(head.id, 0, 100)
+    data = blocks.encode(blocks.empty())
+    assert not log.backend.replace(head.id, old, NewBlock(0, 1000, 1, 1, blocks.checksum(data), b"", data))
+    assert log.backend.entries(head.id, 0, 100) == merged
+    again = [entry._replace(body=entry.body + 1000) for entry in merged[:2]]
+    assert not log.backend.replace(head.id, again, NewBlock(0, 2000, 1, 1, blocks.checksum(data), b"", data))
+    log.cache.clear()
+    assert read_all(log) == list(range(2 * FULL_ROWS))
 
 
 def test_upkeep_may_rest_between_its_steps(log: Log) -> None:

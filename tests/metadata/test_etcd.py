@@ -84,7 +84,7 @@ def test_a_watch_that_was_away_during_a_compaction_catches_up(etcd_url: str, etc
     with open_metadata(etcd_url) as store, open_metadata(etcd_url) as reader:
         for n in range(3):
             store.put(f"/{n}", b"old")
-        with reader.watch("/") as watch:
+        with reader.watch("/") as watch, reader.watch("/1") as narrow:
             watcher = reader._watcher  # type: ignore[attr-defined]
             with watcher._changed:  # its thread can open no new stream meanwhile
                 watcher._round += 1
@@ -97,6 +97,7 @@ def test_a_watch_that_was_away_during_a_compaction_catches_up(etcd_url: str, etc
             assert events[0] == Put("/1", b"new", version=version) or events[1] == Put("/1", b"new", version=version)
             assert any(isinstance(event, Deleted) and event.key == "/0" for event in events)
             assert watch.get(0.05) is None
+            assert narrow.get(20) == Put("/1", b"new", version=version)
             last = store.put("/2", b"after")
             assert watch.get(20) == Put("/2", b"after", version=last)
 
