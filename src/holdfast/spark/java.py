@@ -18,11 +18,23 @@ from holdfast.errors import RequestError
 OLDEST = 17
 
 _AT_REST_SECONDS = 15.0
+_QUIET = ["-Xlog:disable", "-Xlog:all=error:stderr"]
+
+INSTALLED_PYSPARK = "-Dholdfast.workers=installed"
+"""A JVM option of ours: Python workers are to import PySpark as it is installed.
+
+Spark puts a zip file of PySpark's sources before everything else on their path, and each worker would compile
+what it imports: half a second, for every one of a dozen processes before the first row. Without SPARK_HOME
+Spark does not know of that file."""
 
 _SHIM = """#!/bin/sh
 for argument do
   shift
-  case "$argument" in {dropped}) ;; *) set -- "$@" "$argument" ;; esac
+  case "$argument" in
+    {dropped}) ;;
+    {installed}) unset SPARK_HOME ;;
+    *) set -- "$@" "$argument" ;;
+  esac
 done
 exec "{java}" "$@"
 """
@@ -48,8 +60,8 @@ class Java:
     def launcher(self) -> Path:
         """What Spark should take for JAVA_HOME: `bin/java` there starts this Java without the odd argument."""
         dropped = " | ".join(f'"{argument}"' for since, argument in _DROPPED.items() if self.version >= since)
-        text = _SHIM.format(java=self.home / "bin" / "java", dropped=dropped)
-        home = cache_folder() / f"java-{hashlib.sha1(text.encode()).hexdigest()[:12]}"
+        text = _SHIM.format(java=self.home / "bin" / "java", dropped=dropped, installed=INSTALLED_PYSPARK)
+        home = cache_folder() / f"java-{_short(text)}"
         shim = home / "bin" / "java"
         if not os.access(shim, os.X_OK):
             shim.parent.mkdir(parents=True, exist_ok=True)
@@ -115,28 +127,48 @@ def _from_pypi() -> Java | None:
     return Java(home, _version(home), from_pypi=True)
 
 
-def class_archive(java: Java, spark_version: str, spark_home: Path) -> list[str]:
+def class_archive(java: Java, spark_home: Path) -> list[str]:
     """JVM options that save about two seconds of class loading at each start.
 
-    The first session on a Java leaves the archive behind when it ends; the next ones use it. A JVM that does
-    not like the archive it is given goes on without.
+    The first session on a Java leaves the archive behind when it ends; the next ones use it. A JVM takes it
+    only with the very files it was made from, so another installation in the same place gets another one.
     """
-    which = f"{java.home}|{java.version}|{spark_version}|{spark_home}"
-    archive = cache_folder() / f"classes-{hashlib.sha1(which.encode()).hexdigest()[:12]}.jsa"
-    quiet = ["-Xlog:disable", "-Xlog:all=error:stderr"]
-    for left in archive.parent.glob(f"{archive.stem}.*.tmp"):
-        # The JVM writes it after the process that started it has ended: it is whole when it has come to rest.
+    where = f"classes-{_short(f'{java.home}|{spark_home}')}"
+    jars = sorted((jar.name, (at := jar.stat()).st_size, at.st_mtime_ns) for jar in (spark_home / "jars").iterdir())
+    archive = cache_folder() / f"{where}-{_short(f'{java.version}|{jars}')}.jsa"
+    making = False
+    for other in archive.parent.glob(f"{where}-*"):
         with suppress(FileNotFoundError):
-            at_rest = time.time() - left.stat().st_mtime > _AT_REST_SECONDS
-            if at_rest and not _alive(int(left.suffixes[-2][1:])):
-                if archive.exists() or not left.stat().st_size:
-                    left.unlink()
-                else:
-                    left.replace(archive)
+            if not other.name.startswith(archive.stem):
+                other.unlink()
+            elif other.suffix == ".tmp":
+                making |= _settle(other, archive)
     if archive.exists():
-        return [f"-XX:SharedArchiveFile={archive}", "-Xshare:auto", *quiet]
+        return [f"-XX:SharedArchiveFile={archive}", "-Xshare:auto", *_QUIET]
+    if making:  # once is enough: it takes the session that does it some seconds to end
+        return []
     target = archive.with_name(f"{archive.stem}.{os.getpid()}.tmp")
-    return [f"-XX:ArchiveClassesAtExit={target}", *quiet]
+    target.touch()
+    return [f"-XX:ArchiveClassesAtExit={target}", *_QUIET]
+
+
+def _settle(left: Path, archive: Path) -> bool:
+    """Take an archive that is whole for the archive; True if it is still being made.
+
+    The JVM writes it after the process that started it has ended: it is whole when it has come to rest.
+    """
+    made_by, found = int(left.suffixes[-2][1:]), left.stat()
+    if _alive(made_by) or (found.st_size and time.time() - found.st_mtime < _AT_REST_SECONDS):
+        return True
+    if archive.exists() or not found.st_size:
+        left.unlink()
+    else:
+        left.replace(archive)
+    return False
+
+
+def _short(text: str) -> str:
+    return hashlib.sha1(text.encode()).hexdigest()[:12]
 
 
 def _alive(pid: int) -> bool:

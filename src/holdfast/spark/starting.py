@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.errors import RequestError
 from holdfast.spark.errors import first_line
-from holdfast.spark.java import cache_folder, class_archive, find_java
+from holdfast.spark.java import INSTALLED_PYSPARK, cache_folder, class_archive, find_java
 
 try:
     import pyspark
@@ -137,7 +137,9 @@ def _environment(master: str) -> Iterator[list[str]]:
     if "SPARK_HOME" not in os.environ:  # with somebody's own Spark goes somebody's own Java
         java = find_java()
         wanted["JAVA_HOME"] = str(java.launcher)
-        options += class_archive(java, pyspark.__version__, Path(pyspark.__file__).parent)
+        options += class_archive(java, Path(pyspark.__file__).parent)
+        if _workers_are_ours(master):
+            options.append(INSTALLED_PYSPARK)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -148,6 +150,11 @@ def _environment(master: str) -> Iterator[list[str]]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _workers_are_ours(master: str) -> bool:
+    """Do Spark's Python workers run on this machine, in this very environment?"""
+    return master.startswith("local") and os.environ.get("PYSPARK_PYTHON", sys.executable) == sys.executable
 
 
 def _quiet() -> str:
@@ -180,6 +187,8 @@ def _tuned(master: str) -> dict[str, str]:
             # Rather than 200: a micro-batch would spend seconds on empty partitions.
             "spark.sql.shuffle.partitions": str(_cores(master)),
         }
+    if _workers_are_ours(master):
+        settings["spark.python.daemon.module"] = "holdfast.spark.daemon"
     return settings
 
 
