@@ -16,6 +16,9 @@ from servers import CannotRun, EtcdServer, PostgresServer
 
 NO_SKIPS = os.environ.get("HOLDFAST_NO_SKIPS", "") not in ("", "0")
 
+# Twenty JVMs live for seconds each here: the thorough compiler's work (a fifth of all they do) would never pay.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+
 _skipped: list[str] = []
 _prefixes = itertools.count(1)
 

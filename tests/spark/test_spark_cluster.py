@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def test_a_real_cluster(postgres_url: str, tmp_path: Path) -> None:
         "JAVA_HOME": str(java.find_java().launcher),
         "SPARK_WORKER_DIR": str(tmp_path / "work"),
         "SPARK_DAEMON_MEMORY": "256m",
+        "SPARK_DAEMON_JAVA_OPTS": os.environ["SPARK_SUBMIT_OPTS"],
         "PYSPARK_PYTHON": sys.executable,
     }
     deploy = "org.apache.spark.deploy"
