@@ -21,9 +21,6 @@ except ImportError:  # no wheel for this machine
 _TIME = pa.timestamp("us", "UTC")
 _WORDS = pa.dictionary(pa.int32(), pa.string())
 
-_FEW = 32
-"""Arrow finds the distinct words of many rows sooner, and of a few rows later, than Python does."""
-
 SCHEMA = pa.schema(
     [
         pa.field("time", _TIME, nullable=False),
@@ -49,7 +46,8 @@ def record_batch(rows: Batch, now: Micros) -> tuple[pa.RecordBatch, Micros, Micr
         oldest, newest = int(times.min()), int(times.max())
     flags = np.full(count, rows.flags, np.uint8) if isinstance(rows.flags, int) else np.array(rows.flags, np.uint8)
     if isinstance(rows.publishers, str):
-        publishers = _coded(np.zeros(count, np.int32), [rows.publishers])
+        places = _numbers(np.zeros(count, np.int32), pa.int32())
+        publishers = pa.DictionaryArray.from_arrays(places, pa.array([rows.publishers], pa.string()), safe=False)
     else:
         publishers = _words(rows.publishers)
     batch = pa.RecordBatch.from_arrays(
@@ -68,18 +66,11 @@ def record_batch(rows: Batch, now: Micros) -> tuple[pa.RecordBatch, Micros, Micr
 
 def _words(values: Sequence[str]) -> pa.DictionaryArray:
     """Each word once, and which of them each row has."""
-    if len(values) > _FEW:
-        return pa.array(values, pa.string()).dictionary_encode()
-    places: dict[str, int] = {}
-    return _coded(np.array([places.setdefault(word, len(places)) for word in values], np.int32), list(places))
-
-
-def _coded(places: Any, words: list[str]) -> pa.DictionaryArray:
-    return pa.DictionaryArray.from_arrays(_numbers(places, pa.int32()), pa.array(words, pa.string()), safe=False)
+    return pa.array(values, pa.string()).dictionary_encode()
 
 
 def _numbers(values: Any, type_: pa.DataType) -> pa.Array:
-    """A numpy array as an Arrow one, as it lies: going through `pa.array` costs more than a small block."""
+    """A numpy array as an Arrow one, as it lies."""
     return pa.Array.from_buffers(type_, len(values), [None, pa.py_buffer(values)])
 
 

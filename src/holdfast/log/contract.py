@@ -120,8 +120,6 @@ class Placed:
     count: int
     rows: Sequence[int] | None
     """None: all rows of the batch, in order."""
-    batch: pa.RecordBatch | None = None
-    """The block itself; None where the append was recognised as a repeat."""
 
 
 @dataclass(frozen=True, slots=True)

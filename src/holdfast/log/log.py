@@ -6,6 +6,7 @@ The same code over every store; what differs between stores stands in `memory.py
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,12 +14,13 @@ from contextlib import suppress
 import pyarrow as pa
 
 from holdfast.errors import CorruptBlock, RequestError, UnknownStream
-from holdfast.log import blocks, index
+from holdfast.log import blocks, index, small
 from holdfast.log.cache import BlockCache
 from holdfast.log.contract import (
     Appended,
     Backend,
     Chunk,
+    Data,
     Entry,
     Generation,
     Head,
@@ -176,13 +178,9 @@ class Log:
         new_blocks, made = [], []
         for shard, rows, _ in split:
             hashes = index.pack(_hashes(rows.topics, known, fresh))
-            try:
-                batch, oldest, newest = blocks.record_batch(rows, now)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise RequestError(f"the batch has a value that cannot be stored: {error}") from error
-            data = blocks.encode(batch)
+            data, batch, oldest, newest = _block(rows, now)
             new_blocks.append(NewBlock(shard, len(rows), oldest, newest, blocks.checksum(data), hashes, data))
-            made.append(batch)
+            made.append(data if batch is None else batch)
         outcome = self.backend.append(log, generation, new_blocks, sorted(fresh), expect, key, now, retained)
         if outcome is None:
             return None
@@ -193,9 +191,9 @@ class Log:
             known.clear()
         known.update(fresh)
         placed = []
-        for place, batch, block, (shard, _, rows_taken) in zip(landed, made, new_blocks, split, strict=True):
-            self.cache.put(place.body, batch, len(block.data))
-            placed.append(Placed(Stream(log, shard, generation), place.base, place.messages, rows_taken, batch))
+        for place, recent, block, (shard, _, rows_taken) in zip(landed, made, new_blocks, split, strict=True):
+            self.cache.put(place.body, recent, len(block.data))
+            placed.append(Placed(Stream(log, shard, generation), place.base, place.messages, rows_taken))
         self._watcher.tell(log, sum(place.messages for place in landed))
         return Appended(placed)
 
@@ -486,6 +484,20 @@ def _some(entries: Sequence[Entry], at: int, found: _Collector) -> Sequence[Entr
         rows -= entries[end].messages
         end += 1
     return entries[at:end]
+
+
+def _block(rows: Batch, now: Micros) -> tuple[Data, pa.RecordBatch | None, Micros, Micros]:
+    """The block of these rows, also as Arrow if it was made by Arrow; their oldest and newest time."""
+    if len(rows) <= small.FEW:
+        # What it cannot write, Arrow perhaps can; if not, Arrow says what is wrong.
+        with suppress(AttributeError, TypeError, ValueError, OverflowError, struct.error):
+            data, oldest, newest = small.encode(rows, now)
+            return data, None, oldest, newest
+    try:
+        batch, oldest, newest = blocks.record_batch(rows, now)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"the batch has a value that cannot be stored: {error}") from error
+    return blocks.encode(batch), batch, oldest, newest
 
 
 def _open_block(data: bytes | memoryview, entry: Entry) -> pa.RecordBatch | None:
