@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast import Batch, RequestError, Stream
+from holdfast import Batch, Log, RequestError, Stream
 from holdfast.log import blocks, small
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -57,23 +58,49 @@ OTHER_KINDS: dict[str, tuple[str, Callable[[int], Any]]] = {
 }
 
 
+@pytest.fixture(params=["memory:", "sqlite", "postgres"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Log]:
+    url = request.param
+    if url == "sqlite":
+        url = f"sqlite:///{tmp_path}/store.db"
+    elif url == "postgres":
+        url = request.getfixturevalue("postgres_url")
+    with holdfast.open(url) as opened:
+        opened.create("messages", shards=1)
+        yield opened
+
+
 @pytest.mark.parametrize("count", [1, small.FEW, small.FEW + 1])
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_a_column_of_another_kind_is_stored_whatever_its_length(kind: str, count: int) -> None:
+def test_a_column_of_another_kind_is_stored_whatever_its_length(log: Log, kind: str, count: int) -> None:
     column, make = OTHER_KINDS[kind]
     rows = Batch(**{"topics": ["a"] * count, "payloads": [b"payload"] * count, "publishers": "v", column: make(count)})
-    with holdfast.open("memory:") as log:
-        log.create("messages", shards=1)
-        log.append("messages", rows)
-        found = log.read(Stream("messages", 0, 1), 0).chunks[0].batch
-    expected, _, _ = blocks.record_batch(rows, 0)
+    expected, oldest, newest = blocks.record_batch(rows, 0)
     names = ["topic", "payload", "flags", "properties"] + (["time"] if rows.times is not None else [])
-    assert found.select(names).equals(expected.select(names))
+    stream = Stream("messages", 0, 1)
+    for _ in range(2):
+        log.append("messages", rows)
+    assert [chunk.batch.select(names) for chunk in log.read(stream, 0).chunks] == 2 * [expected.select(names)]
+    head = log.head(stream)
+    assert type(head.oldest) is int and type(head.newest) is int
+    if rows.times is not None:
+        assert (head.oldest, head.newest) == (oldest, newest)
 
 
 @pytest.mark.parametrize("count", [1, small.FEW, small.FEW + 1])
 @pytest.mark.parametrize(
-    ("column", "value"), [("flags", 256), ("flags", -1), ("payloads", 7), ("times", 2**63), ("publishers", "\ud800")]
+    ("column", "value"),
+    [
+        ("flags", 256),
+        ("flags", -1),
+        ("payloads", 7),
+        ("payloads", np.zeros(3, np.uint8)),
+        ("times", 2**63),
+        ("publishers", "\ud800"),
+        ("properties", 0),
+        ("properties", []),
+    ],
+    ids=str,
 )
 def test_a_value_that_cannot_be_stored_is_refused_whatever_the_size(column: str, value: object, count: int) -> None:
     good: dict[str, Any] = {"topics": ["a"] * count, "payloads": [b"p"] * count}
@@ -81,4 +108,17 @@ def test_a_value_that_cannot_be_stored_is_refused_whatever_the_size(column: str,
         log.create("messages", shards=1)
         with pytest.raises(RequestError):
             log.append("messages", Batch(**{**good, column: [value] * count}))
+        assert log.head(Stream("messages", 0, 1)).next_offset == 0
+
+
+@pytest.mark.parametrize("column", ["payloads", "publishers", "flags", "properties", "times"])
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_columns_of_unequal_length_are_refused(column: str, length: int) -> None:
+    """By whoever writes blocks, since a host that sorts its rows by shard does not have them checked before."""
+    values = {"payloads": b"p", "publishers": "v", "flags": 1, "properties": b"q", "times": 7}
+    rows = Batch(**{"topics": ["a"] * 3, "payloads": [b"p"] * 3, column: [values[column]] * length})
+    with holdfast.open("memory:") as log:
+        log.create("messages", shards=1)
+        with pytest.raises(RequestError):
+            log.append_sharded("messages", 1, {0: rows})
         assert log.head(Stream("messages", 0, 1)).next_offset == 0

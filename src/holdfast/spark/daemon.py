@@ -2,7 +2,7 @@
 
 Spark's own forks first and lets each worker import Arrow, its own worker's module and the format anew: it fears threads
 that do not survive a fork. The only ones these imports start are allocators' and OpenBLAS's, which look after
-themselves; so here a worker costs a fork.
+themselves; so here a worker costs a fork. What must not be the same in all of them is made anew after it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,23 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
         os._exit(1)
 
 
-def main() -> None:
-    import_module(sys.argv[1] if len(sys.argv) > 1 else "pyspark.worker")
+def prepare(worker_module: str) -> None:
+    """Import what the workers need, once for all of them."""
+    import_module(worker_module)
     for name in ("source", "sink", "stream"):
         import_module(f"holdfast.spark.{name}")
+    os.register_at_fork(after_in_child=_draw_anew)
     gc.freeze()  # what is here now stays: no worker need look at it, and so copy it, again
+
+
+def _draw_anew() -> None:
+    """numpy's random numbers would be the same in every worker; Python sees to its own."""
+    if random := sys.modules.get("numpy.random"):
+        random.seed()
+
+
+def main() -> None:
+    prepare(sys.argv[1] if sys.argv[1:] and sys.argv[1].startswith("pyspark") else "pyspark.worker")
     pyspark.daemon.worker = worker
     pyspark.daemon.manager()
 

@@ -7,9 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from holdfast.errors import RequestError
 
 OLDEST = 17
 
-_AT_REST_SECONDS = 15.0
-_QUIET = ["-Xlog:disable", "-Xlog:all=error:stderr"]
+_QUIET = ["-Xlog:disable", "-Xlog:all=error:stderr", "-Xlog:cds*=off:stderr"]
 
 INSTALLED_PYSPARK = "-Dholdfast.workers=installed"
 """A JVM option of ours: Python workers are to import PySpark as it is installed.
@@ -133,49 +130,48 @@ def class_archive(java: Java, spark_home: Path) -> list[str]:
     The first session on a Java leaves the archive behind when it ends; the next ones use it. A JVM takes it
     only with the very files it was made from, so another installation in the same place gets another one.
     """
-    where = f"classes-{_short(f'{java.home}|{spark_home}')}"
-    jars = sorted((jar.name, (at := jar.stat()).st_size, at.st_mtime_ns) for jar in (spark_home / "jars").iterdir())
-    archive = cache_folder() / f"{where}-{_short(f'{java.version}|{jars}')}.jsa"
-    making = False
-    for other in archive.parent.glob(f"{where}-*"):
-        with suppress(FileNotFoundError):
+    try:
+        base = _base_archive(java)
+        where = f"classes-{_short(f'{java.home}|{spark_home}')}"
+        jars = sorted((jar.name, (at := jar.stat()).st_size, at.st_mtime_ns) for jar in (spark_home / "jars").iterdir())
+        archive = cache_folder() / f"{where}-{_short(f'{java.version}|{base}|{jars}')}.jsa"
+        for other in archive.parent.glob(f"{where}-*"):
             if not other.name.startswith(archive.stem):
-                other.unlink()
-            elif other.suffix == ".tmp":
-                making |= _settle(other, archive)
+                other.unlink(missing_ok=True)
+            elif other.suffix == ".tmp" and _whole(other):
+                other.replace(archive)
+    except (OSError, subprocess.CalledProcessError):  # it only saves time
+        return _QUIET
+    below = [str(base)] if base else []
     if archive.exists():
-        return [f"-XX:SharedArchiveFile={archive}", "-Xshare:auto", *_QUIET]
-    if making:  # once is enough: it takes the session that does it some seconds to end
-        return []
-    target = archive.with_name(f"{archive.stem}.{os.getpid()}.tmp")
-    target.touch()
-    return [f"-XX:ArchiveClassesAtExit={target}", *_QUIET]
+        return [f"-XX:SharedArchiveFile={':'.join([*below, str(archive)])}", "-Xshare:auto", *_QUIET]
+    making = f"-XX:ArchiveClassesAtExit={archive}.{os.getpid()}.tmp"
+    return [*(f"-XX:SharedArchiveFile={path}" for path in below), making, *_QUIET]
 
 
-def _settle(left: Path, archive: Path) -> bool:
-    """Take an archive that is whole for the archive; True if it is still being made.
+def _base_archive(java: Java) -> Path | None:
+    """The archive of Java's own classes that any other stands on, if it is not where Java looks for it.
 
-    The JVM writes it after the process that started it has ended: it is whole when it has come to rest.
+    The runtime from PyPI comes without. Making it takes a second, once.
     """
-    made_by, found = int(left.suffixes[-2][1:]), left.stat()
-    if _alive(made_by) or (found.st_size and time.time() - found.st_mtime < _AT_REST_SECONDS):
-        return True
-    if archive.exists() or not found.st_size:
-        left.unlink()
-    else:
-        left.replace(archive)
-    return False
+    library = java.home / "lib" / "server"
+    if (library / "classes.jsa").exists():
+        return None
+    made_at = (library / "libjvm.so").stat().st_mtime_ns
+    base = cache_folder() / f"base-{_short(f'{java.home}|{made_at}')}.jsa"
+    if not base.exists():
+        half_done = base.with_suffix(f".{os.getpid()}")
+        dump = [str(java.home / "bin" / "java"), "-Xshare:dump", f"-XX:SharedArchiveFile={half_done}"]
+        subprocess.run(dump, check=True, capture_output=True)
+        half_done.replace(base)
+    return base
+
+
+def _whole(archive: Path) -> bool:
+    """The JVM writes its first bytes last."""
+    with archive.open("rb") as file:
+        return any(file.read(4))
 
 
 def _short(text: str) -> str:
     return hashlib.sha1(text.encode()).hexdigest()[:12]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

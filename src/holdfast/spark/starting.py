@@ -23,6 +23,7 @@ except ImportError as error:
     raise RequestError("the pipeline needs PySpark, which is not installed: pip install 'holdfast[spark]'") from error
 
 from holdfast.spark.formats import formats
+from holdfast.spark.stopping import stop_quietly
 from holdfast.spark.warmup import WarmupSource, warm_up
 
 _CHECKPOINTS = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
@@ -62,7 +63,7 @@ def session(master: str | None = None, **conf: Any) -> SparkSession:
             return _join(found, master, given)
         spark = _start(master, given)
         _register(spark)
-        warm_up(spark)
+        stop_quietly(spark, warm_up(spark))
     return spark
 
 
