@@ -581,10 +581,10 @@ class Connection(asyncio.Protocol):
         self.pump()
 
     async def _subscribe(self, packet: p.Subscribe) -> None:
-        await self._controlled(self.node.subscribe(self, packet))
+        await self._controlled(self.node.subscriptions.subscribe(self, packet))
 
     async def _unsubscribe(self, packet: p.Unsubscribe) -> None:
-        await self._controlled(self.node.unsubscribe(self, packet))
+        await self._controlled(self.node.subscriptions.unsubscribe(self, packet))
 
     async def _controlled(self, work: Any) -> None:
         """Something that takes a while, after which parsing goes on."""

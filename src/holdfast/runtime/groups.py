@@ -10,24 +10,22 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from holdfast import effects as fx
 from holdfast.effects import Address, GroupId, Loan
-from holdfast.errors import HoldfastError, RequestError
+from holdfast.errors import HoldfastError
 from holdfast.groups import events as ev
 from holdfast.groups import messages as m
 from holdfast.groups.agent import Agent, farewell
 from holdfast.groups.leader import Leader
-from holdfast.groups.record import GroupRecord, claim_key, expired, loaded, progress_key, record_key, stored
+from holdfast.groups.record import GroupRecord, claim_key, loaded, progress_key, record_key, stored
 from holdfast.groups.registry import Registry
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
-from holdfast.groups.view import GroupView, Head
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
-from holdfast.model import At, Batch, Beginning, Next, Start, Stream
+from holdfast.model import Batch, Stream
 from holdfast.runtime.bus import LocalBus, PostgresBus
 from holdfast.runtime.dispatch import rows_of
 from holdfast.runtime.driver import Driver
@@ -49,8 +47,6 @@ PASS_OVER_SECONDS = 0.25
 """How often loans are told of messages that did not concern them."""
 
 BURY_AGAIN_SECONDS = 0.5
-
-ASK_SECONDS = 10.0
 
 
 class Membership:
@@ -89,7 +85,7 @@ class GroupHost:
         self.leases = LeaseMembers(self)
         self._by_connection: dict[Connection, Membership] = {}
         self._leases: dict[int, Lease] = {}
-        self._asks: dict[str, asyncio.Future[m.Answer]] = {}
+        self.asks: dict[str, asyncio.Future[m.Answer]] = {}
         self._thread = ThreadPoolExecutor(2, "holdfast-groups")
         self._looker = ThreadPoolExecutor(1, "holdfast-streams")
         self._last_words: asyncio.Event | None = None
@@ -121,13 +117,13 @@ class GroupHost:
         self.bus.close()
         for lease in self._leases.values():
             try:
-                await self._off(lease.revoke)
+                await self.off(lease.revoke)
             except HoldfastError as error:
                 logger.info("the lease will end by itself: %s", error)
         self._thread.shutdown(cancel_futures=True)
         self._looker.shutdown(cancel_futures=True)
 
-    def _off(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+    def off(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         """On a thread: the store may take its time."""
         return asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
@@ -166,7 +162,7 @@ class GroupHost:
             case "lease":
                 self.leases.deliver(to.name, message)
             case "asker":
-                waiting = self._asks.get(message.request)
+                waiting = self.asks.get(message.request)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
             case _:
@@ -208,7 +204,7 @@ class GroupHost:
             elif not future.cancelled():
                 logger.error("the group host failed", exc_info=future.exception())
 
-        self._off(work, *arguments).add_done_callback(done)
+        self.off(work, *arguments).add_done_callback(done)
 
     def _open_lease(self, asked_at: float, seconds: float) -> Any:
         try:
@@ -274,7 +270,7 @@ class GroupHost:
             case fx.Send(to, message):
                 self.send(to, message)
             case fx.Save():
-                return self._off(self._save, effect)
+                return self.off(self._save, effect)
             case fx.Load(group):
                 self._answer(driver, self._load, group)
             case fx.WatchStreams():
@@ -485,7 +481,7 @@ class GroupHost:
         wanted, stream = set(offsets), feed.stream
         again = [(i, e[1], e[2]) for i, e in member.session.in_flight.items() if e[0] is feed and e[1] in wanted]
         for packet_id, offset, qos in again:
-            rows = await self._off(self.node.read_one, stream, offset)
+            rows = await self.off(self.node.read_one, stream, offset)
             if rows is not None and member.session.in_flight.get(packet_id, (None,))[0] is feed:
                 connection.resend([(packet_id, rows, 0, qos)])
         member.driver.on(ev.Delivered(loan, tuple(offset for _, offset, _ in again)))
@@ -498,7 +494,7 @@ class GroupHost:
             return
         while True:
             try:
-                await self._off(self._bury, feed.stream, offsets, borrower.group)
+                await self.off(self._bury, feed.stream, offsets, borrower.group)
                 break
             except HoldfastError as error:
                 logger.warning("dead letters of %s were not stored: %s", borrower.group, error)
@@ -528,116 +524,3 @@ class GroupHost:
             logger.warning(
                 "group %s: %s offset %d was never acknowledged; see log %s", group, stream, offset, DEAD_LETTERS
             )
-
-    # -- groups as such ----------------------------------------------------------------------------------
-
-    async def declare(
-        self,
-        group: GroupId,
-        start: Start | None = None,
-        order: str = "strict",
-        ack_timeout_seconds: float | None = None,
-        attempts_max: int | None = None,
-        idle_seconds_max: float | None = None,
-    ) -> GroupRecord:
-        """The group, made if it does not exist; it persists from that moment, with no member yet."""
-        return await self._off(  # type: ignore[no-any-return]
-            self._declare, group, start, order, fx.Policy(ack_timeout_seconds, attempts_max), idle_seconds_max
-        )
-
-    def _declare(
-        self, group: GroupId, start: Start | None, order: str, policy: fx.Policy, idle_seconds_max: float | None
-    ) -> GroupRecord:
-        while True:
-            entry = self.metadata.get(record_key(group))
-            if entry is not None:
-                return GroupRecord.from_json(entry.value)
-            record = GroupRecord(
-                group=group,
-                born=uuid.uuid4().hex,
-                log=LOG,
-                order=order,  # type: ignore[arg-type]
-                starts=self.log.positions(LOG, start or Next(), group.filter),
-                policy=policy,
-                idle_seconds_max=idle_seconds_max,
-            )
-            if self.metadata.compare_and_set(record_key(group), None, record.to_json(time.time())) is not None:
-                return record
-
-    async def exists(self, group: GroupId) -> bool:
-        return await self._off(self.metadata.get, record_key(group)) is not None
-
-    async def groups(self) -> list[GroupRecord]:
-        """Every declared group."""
-        entries = await self._off(self.metadata.list, "/holdfast/groups/")
-        return [GroupRecord.from_json(e.value) for key, e in entries.items() if key.endswith("/record")]
-
-    async def ask(self, group: GroupId, what: m.Request) -> GroupView | None:
-        """Put a question to the group's leader, wherever it is; a RequestError says why not."""
-        if not await self.exists(group):
-            raise RequestError(f"there is no group {str(group)!r}")
-        request = uuid.uuid4().hex
-        waiting: asyncio.Future[m.Answer] = asyncio.get_running_loop().create_future()
-        self._asks[request] = waiting
-        ask = m.Ask(request, Address(self.node_id, "asker"), group, what)
-        try:
-            give_up = time.monotonic() + ASK_SECONDS
-            while time.monotonic() < give_up:
-                self.send(Address(self.node_id, "registry"), ask)
-                done, _ = await asyncio.wait([waiting], timeout=0.5)
-                if done:
-                    answer = waiting.result()
-                    if answer.error:
-                        raise RequestError(f"group {str(group)!r}: {answer.error}")
-                    return answer.view
-            raise HoldfastError(f"the leader of group {str(group)!r} did not answer within {ASK_SECONDS:.0f} s")
-        finally:
-            del self._asks[request]
-
-    async def describe(self, group: GroupId) -> GroupView:
-        """Who holds what. A leader that has just begun is given a moment to see its streams."""
-        give_up = time.monotonic() + 2
-        while True:
-            view = await self.ask(group, m.Describe())
-            assert view is not None
-            if view.pieces or view.finished or time.monotonic() > give_up:
-                return view
-            await asyncio.sleep(0.05)
-
-    async def heads_for(self, view: GroupView) -> dict[Stream, Head]:
-        """How far the streams go, and how old what the group has not acknowledged is."""
-        return await self._off(self._heads_for, view)  # type: ignore[no-any-return]
-
-    def _heads_for(self, view: GroupView) -> dict[Stream, Head]:
-        floors: dict[Stream, int] = {}
-        for piece, _, _, mark in view.pieces:
-            floors[piece.stream] = min(floors.get(piece.stream, mark.offset), mark.offset)
-        found = {}
-        for head in self.log.heads(LOG):
-            oldest = None
-            at = floors.get(head.stream, head.next_offset) + 1
-            if at < head.next_offset:
-                chunks = self.log.read(head.stream, at, rows_max=1, on_corrupt="skip").chunks
-                times = rows_of(chunks[0]).times if chunks else None
-                oldest = times[0] if isinstance(times, list) else None
-            found[head.stream] = Head(head.next_offset, head.sealed, oldest)
-        return found
-
-    async def seek(self, group: GroupId, start: Start) -> None:
-        offsets = await self._off(self.log.positions, LOG, start, group.filter)
-        if isinstance(start, Beginning):
-            offsets = {}
-        elif isinstance(start, At):
-            offsets = {**offsets, **dict(start.offsets)}
-        await self.ask(group, m.Seek(tuple(sorted(offsets.items()))))
-
-    async def expire_idle(self) -> None:
-        """Groups that nobody has used for longer than they allow."""
-        entries = await self._off(self.metadata.list, "/holdfast/groups/")
-        for key, entry in entries.items():
-            if key.endswith("/record") and expired(entry.value, time.time()):
-                group = GroupRecord.from_json(entry.value).group
-                try:
-                    await self.ask(group, m.Delete(if_idle=True))
-                except HoldfastError as error:
-                    logger.info("idle group %s stays: %s", group, error)

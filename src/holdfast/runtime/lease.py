@@ -190,7 +190,7 @@ class LeaseMembers:
     async def _declare(self, message: m.FindLeader, start: Start | None) -> None:
         """A member that does not know the group's `born` is content with the group as it is, or founds it."""
         try:
-            record = await self._host.declare(message.group, start)
+            record = await self._host.node.group_admin.declare(message.group, start)
         except HoldfastError as error:
             logger.warning("group %s could not be declared for %s: %s", message.group, message.member, error)
             return

@@ -18,32 +18,30 @@ from holdfast.auth.authenticator import Authenticator
 from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal
 from holdfast.cursors.cursor import cursor_key
 from holdfast.effects import GroupId
-from holdfast.errors import HoldfastError, PeerError, RequestError
-from holdfast.groups.shares import is_shared, parse_share
+from holdfast.errors import HoldfastError, PeerError
+from holdfast.groups.shares import parse_share
 from holdfast.log import open_log
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.metadata import open_metadata
-from holdfast.model import RETAIN, At, Beginning, Next, Since, Start, Stream, parse_start
-from holdfast.mqtt import codec
+from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.connection import Connection, effective_expiry
 from holdfast.runtime.dispatch import Dispatcher, rows_of
+from holdfast.runtime.group_admin import GroupAdmin
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import LOG, Ingest
 from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
-from holdfast.runtime.lease import is_lease
 from holdfast.runtime.metrics import Metrics
+from holdfast.runtime.subscriptions import Subscriptions
 from holdfast.runtime.wills import Wills
 from holdfast.sessions.retained import RetainedMessages
-from holdfast.sessions.session import NEVER, Rows, Session, Skipped, Subscription
+from holdfast.sessions.session import NEVER, Rows, Session, Skipped
 from holdfast.settings import AuthSettings, Settings
 from holdfast.store.postgres import PostgresStore
 
 logger = logging.getLogger("holdfast.node")
 
-START_PROPERTY = "holdfast-start"
-RECORD_BYTES_MAX = 900_000
 WILL_BYTES_MAX = 256 << 10
 UPKEEP_RESTS = 2.0
 """Upkeep takes at most a third of the time, however much there is to do."""
@@ -65,6 +63,7 @@ class Node:
         self.sessions: dict[str, Session] = {}
         self.connections: dict[str, Connection] = {}
         """Open connections by client id."""
+        self.subscriptions = Subscriptions(self)
         self.sockets: set[Connection] = set()
         self.stored: dict[str, SessionRecord] = {}
         """Sessions of earlier runs that nobody has come back for yet."""
@@ -91,6 +90,7 @@ class Node:
             self.log, self.settings.limits.batch_bytes_max, self.dispatcher.committed, self._commit_failed
         )
         self.groups = GroupHost(self)
+        self.group_admin = GroupAdmin(self.groups)
         self.dispatcher.on_streams_changed = self.groups.streams_changed
         self.metrics = Metrics(self)
         self.dispatcher.start()
@@ -371,188 +371,6 @@ class Node:
         await self.keeper.delete_cursors(session.client_id, list(session.subscriptions), self.dispatcher.heads)
         await self.keeper.remove(session.client_id)
 
-    # -- subscriptions -----------------------------------------------------------------------------------
-
-    async def subscribe(self, connection: Connection, packet: p.Subscribe) -> bytes:
-        """Take the filters one by one; the SUBACK, once what it promises is durable."""
-        session = connection.session
-        if session is None:
-            return b""
-        reasons: list[int] = []
-        changed = False
-        try:
-            start = self._start_of(packet)
-        except RequestError as error:
-            logger.info("%s: %s", session.client_id, error)
-            refused = tuple(Reason.IMPLEMENTATION_SPECIFIC_ERROR for _ in packet.filters)
-            return codec.encode_suback(p.Suback(packet.packet_id, refused), connection.version)
-        last = {request.filter: at for at, request in enumerate(packet.filters)}
-        for at, request in enumerate(packet.filters):
-            if at % 50 == 49:
-                await asyncio.sleep(0)  # a long packet must not keep the others waiting
-            if is_lease(request.filter):
-                reasons.append(self.groups.leases.listen(connection, request.filter, start))
-                continue
-            reason = self._check_subscription(connection, session, request)
-            if reason < 0x80 and last[request.filter] == at:  # of one filter given twice, the last counts
-                add = self._add_share if is_shared(request.filter) else self._add_subscription
-                await add(connection, session, packet, request, start)
-                changed = True
-            reasons.append(reason)
-        if changed and session.durable:
-            await self.keeper.save(record_of(session, connected=True, now=time.time()))
-        if connection.version < p.V5:
-            reasons = [r if r < 0x80 else 0x80 for r in reasons]
-        return codec.encode_suback(p.Suback(packet.packet_id, tuple(reasons)), connection.version)
-
-    def _start_of(self, packet: p.Subscribe) -> Start | None:
-        for name, value in packet.properties.get("user_properties", []):
-            if name == START_PROPERTY:
-                return parse_start(value)
-        return None
-
-    def _check_subscription(self, connection: Connection, session: Session, request: p.FilterRequest) -> int:
-        topics = request.filter
-        if is_shared(topics):
-            if not self.settings.groups.enabled:
-                return Reason.SHARED_SUBSCRIPTIONS_NOT_SUPPORTED
-            try:
-                topics = parse_share(topics).filter
-            except RequestError:
-                return Reason.TOPIC_FILTER_INVALID
-        known = request.filter in session.subscriptions or request.filter in session.shared
-        if not known and len(session.subscriptions) + len(session.shared) >= self.settings.limits.subscriptions_max:
-            return Reason.QUOTA_EXCEEDED
-        if not known and session.durable and not self._record_fits(session, request.filter):
-            return Reason.QUOTA_EXCEEDED
-        if connection.identity is not None and not self.auth.acl.may_subscribe(connection.identity, topics):
-            return Reason.NOT_AUTHORIZED
-        return request.qos
-
-    def _record_fits(self, session: Session, filter_text: str) -> bool:
-        """A session's record is one value in the metadata store, which bounds values."""
-        names = sum(len(text) for text in (*session.subscriptions, *session.shared, filter_text))
-        return 4 * names + 40 * len(self.dispatcher.heads) * (len(session.subscriptions) + 1) < RECORD_BYTES_MAX
-
-    async def _add_share(
-        self,
-        connection: Connection,
-        session: Session,
-        packet: p.Subscribe,
-        request: p.FilterRequest,
-        start: Start | None,
-    ) -> None:
-        """Into a group: made by its first subscriber, and it persists from that moment on."""
-        group = parse_share(request.filter)
-        record = await self.groups.declare(group, start)
-        subscription = Subscription(
-            request.filter,
-            request.qos,
-            retain_as_published=request.retain_as_published,
-            identifier=packet.subscription_identifier,
-            born=record.born,
-        )
-        session.shared[request.filter] = subscription
-        await self.groups.join(connection, session, group, subscription)
-
-    async def _add_subscription(
-        self,
-        connection: Connection,
-        session: Session,
-        packet: p.Subscribe,
-        request: p.FilterRequest,
-        start: Start | None,
-    ) -> None:
-        heads = self.dispatcher.heads
-        subscription = Subscription(
-            request.filter,
-            request.qos,
-            request.no_local,
-            request.retain_as_published,
-            request.retain_handling,
-            packet.subscription_identifier,
-        )
-        known = request.filter in session.subscriptions
-        if not known or start is not None:
-            asked = start or Next()
-            if isinstance(asked, Next):
-                subscription.since = dict(heads)
-                if not session.subscriptions:
-                    session.behind.clear()
-            else:
-                await self._start_earlier(session, subscription, asked)
-        new = session.subscribe(subscription)
-        if connection.session is session:
-            self.dispatcher.live.add(request.filter, connection)
-        if request.retain_handling == 0 or (request.retain_handling == 1 and new):
-            rows = self.retained.rows_for(request.filter, time.time())
-            if rows is not None:
-                session.put_ready(rows, range(len(rows.topics)))
-
-    async def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
-        """Begin in the past: the session goes back, and its other subscriptions let what they had pass."""
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(None, self.log.positions, LOG, start, subscription.matcher)
-        in_lake = await loop.run_in_executor(None, self._in_lake, start)
-        # From here to the end of the caller nothing waits: nobody reads on for the session in between.
-        heads = self.dispatcher.heads
-        for stream, head in heads.items():
-            at = asked.get(stream, head if not isinstance(start, Beginning) else 0)
-            before = session.position(stream, heads)
-            subscription.since[stream] = at
-            if at < before:
-                session.go_back(stream, at, heads, subscription.filter)
-        for stream, (at, end) in in_lake.items():
-            subscription.since[stream] = at
-            if at < end:
-                for other in session.subscriptions.values():
-                    if other.filter != subscription.filter:
-                        other.since.setdefault(stream, end)
-                session.behind[stream] = at
-
-    def _in_lake(self, start: Start) -> dict[Stream, tuple[int, int]]:
-        """Where a start lies in the streams that only the lake still holds, and where those end."""
-        history = self.dispatcher.history
-        self.dispatcher.look_at_lake()
-        found = {}
-        for stream, end in self.dispatcher.lake.items():
-            match start:
-                case Beginning():
-                    at = 0
-                case Since():
-                    at = history.offset_at(history.head(stream), start.micros)
-                case At():
-                    at = min(start.offsets.get(stream, end if start.every is None else start.every), end)
-                case _:
-                    at = end
-            found[stream] = (at, end)
-        return found
-
-    async def unsubscribe(self, connection: Connection, packet: p.Unsubscribe) -> bytes:
-        session = connection.session
-        if session is None:
-            return b""
-        reasons, gone = [], []
-        for filter_text in packet.filters:
-            if is_lease(filter_text):
-                reasons.append(0x00 if self.groups.leases.unlisten(connection, filter_text) else 0x11)
-                continue
-            if is_shared(filter_text):
-                found = session.shared.pop(filter_text, None)
-                if found is not None:
-                    self.groups.unsubscribe(connection, parse_share(filter_text))
-            else:
-                found = session.unsubscribe(filter_text)
-                if found is not None:
-                    self.dispatcher.live.remove(filter_text, connection)
-            if found is not None:
-                gone.append(filter_text)
-            reasons.append(0x00 if found is not None else 0x11)
-        if gone and session.durable:
-            await self.keeper.delete_cursors(session.client_id, gone, self.dispatcher.heads)
-            await self.keeper.save(record_of(session, connected=True, now=time.time()))
-        return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version)
-
     # -- wills, expiry, upkeep ---------------------------------------------------------------------------
 
     def _publish_will(self, client_id: str, will: p.Will, done: Callable[[bool], None]) -> None:
@@ -635,7 +453,7 @@ class Node:
                 await asyncio.get_running_loop().run_in_executor(None, self.dispatcher.look_at_lake)
                 for stream in before - kept - self.dispatcher.lake.keys():
                     await self.keeper.call(self._forget_stream, stream)
-                await self.groups.expire_idle()
+                await self.group_admin.expire_idle()
                 self.failure = None
             except HoldfastError as error:
                 logger.warning("upkeep: %s", error)

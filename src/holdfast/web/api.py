@@ -168,12 +168,12 @@ def make_app(node: Node) -> FastAPI:
 
     @app.get("/api/v1/groups")
     async def groups(_: Identity = reader) -> Response:
-        return _json({"groups": [ops.group_row(record) for record in await node.groups.groups()]})
+        return _json({"groups": [ops.group_row(record) for record in await node.group_admin.groups()]})
 
     @app.post("/api/v1/groups")
     async def create_group(wanted: NewGroup, _: Identity = admin) -> Response:
         group = GroupId(check_group_name(wanted.name), check_filter(wanted.filter))
-        record = await node.groups.declare(
+        record = await node.group_admin.declare(
             group,
             parse_start(wanted.start),
             wanted.order,
@@ -185,23 +185,23 @@ def make_app(node: Node) -> FastAPI:
 
     @app.get("/api/v1/groups/{group:path}")
     async def group_whole(group: str, _: Identity = reader) -> Response:
-        view = await node.groups.describe(GroupId.parse(group))
-        heads = await node.groups.heads_for(view)
+        view = await node.group_admin.describe(GroupId.parse(group))
+        heads = await node.group_admin.heads_for(view)
         return _json(ops.group_whole(view, heads, now_micros()))
 
     @app.delete("/api/v1/groups/{group:path}")
     async def delete_group(group: str, _: Identity = admin) -> Response:
-        await node.groups.ask(GroupId.parse(group), messages_of_groups.Delete())
+        await node.group_admin.ask(GroupId.parse(group), messages_of_groups.Delete())
         return _json({"deleted": group})
 
     @app.post("/api/v1/groups/{group:path}/seek")
     async def seek_group(group: str, wanted: SeekTo, _: Identity = admin) -> Response:
-        await node.groups.seek(GroupId.parse(group), wanted.start())
+        await node.group_admin.seek(GroupId.parse(group), wanted.start())
         return _json({"group": group, "to": wanted.to})
 
     @app.post("/api/v1/groups/{group:path}/pause")
     async def pause_group(group: str, wanted: Pause, _: Identity = admin) -> Response:
-        await node.groups.ask(GroupId.parse(group), messages_of_groups.SetPaused(wanted.paused))
+        await node.group_admin.ask(GroupId.parse(group), messages_of_groups.SetPaused(wanted.paused))
         return _json({"group": group, "paused": wanted.paused})
 
     @app.get("/api/v1/sessions")
