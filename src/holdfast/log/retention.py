@@ -24,9 +24,9 @@ RUN_FAN_IN = 8
 RUN_LEVEL_MAX = 4
 """64 × 8³ = 32,768 blocks in the largest run."""
 
-_MERGE_BLOCKS = 64
-"""What one transaction merges at most: whoever appends meanwhile waits for it."""
-_STEP_BLOCKS = 256
+_STEP_BLOCKS = 64
+"""What one transaction merges or deletes at most: whoever appends meanwhile waits for it."""
+_PAGE_BLOCKS = 256
 _WRITERS_KEPT_MICROS = 7 * 86_400 * 1_000_000
 
 
@@ -157,7 +157,7 @@ def _merge_once(backend: Backend, head: Head, pace: Pace) -> int:
     merged = 0
     offset = backend.indexed_to(head.id)
     # What is appended meanwhile waits for the next round.
-    while offset < head.next_offset and (entries := backend.entries(head.id, offset, _STEP_BLOCKS)):
+    while offset < head.next_offset and (entries := backend.entries(head.id, offset, _PAGE_BLOCKS)):
         at_end = entries[-1].past >= head.next_offset
         for group in _groups(entries, take_rest=head.sealed and at_end):
             if len(group) > 1 and _merge(backend, head, group):
@@ -183,7 +183,7 @@ def _groups(entries: Sequence[Entry], take_rest: bool) -> list[list[Entry]]:
             continue
         open_.append(entry)
         enough = sum(e.messages for e in open_) >= FULL_ROWS or sum(e.bytes for e in open_) >= FULL_BYTES
-        if enough or len(open_) == _MERGE_BLOCKS:
+        if enough or len(open_) == _STEP_BLOCKS:
             groups.append(open_)
             open_ = []
     if take_rest and len(open_) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -68,6 +69,9 @@ async def _serve(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     async with running(settings) as node:
         logger.info("node %s is ready", node.node_id)
+        # What is here by now stays. A full collection would look at all of it again: 30 ms in which nobody is served.
+        gc.collect()
+        gc.freeze()
         await stop.wait()
         logger.info("stopping")
     logger.info("stopped")

@@ -52,6 +52,8 @@ class SqliteStore:
         connection.execute("pragma journal_mode = wal")
         connection.execute("pragma synchronous = full")
         connection.execute(f"pragma wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        # Some builds (Debian's) fill every page they free with zeros, and write it: a tenth of a second to drop 20 MB.
+        connection.execute("pragma secure_delete = fast")
         return connection
 
     def _migrate(self) -> None:
