@@ -169,7 +169,7 @@ def _joined(values: Sequence[bytes]) -> tuple[bytes, bytes]:
 
 
 def _nulls(values: Sequence[bytes | None]) -> tuple[int, bytes]:
-    """How many there are, and a bit for each value that is none; no bits if all values are there."""
+    """How many there are, and a bit for each value, set if it is none of them; no bits if there are no nulls."""
     nulls = sum(value is None for value in values)
     if not nulls:
         return 0, b""
