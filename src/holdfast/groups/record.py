@@ -22,6 +22,8 @@ Order = Literal["strict", "parallel"]
 
 ANSWERED_MAX = 16
 
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRecord:
@@ -96,15 +98,18 @@ class GroupRecord:
                 idle_seconds_max=value["idle_seconds_max"],
                 answered=tuple(value["answered"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             raise RequestError(f"group record {data[:80]!r} is damaged: {error!r}") from error
 
 
 def expired(data: bytes, now_seconds: float) -> bool:
     """Has this stored group been without members for longer than it allows? Then ask `Delete(if_idle=True)`."""
-    record = GroupRecord.from_json(data)
-    written = float(json.loads(data)["updated_at"])
-    return record.idle and record.idle_seconds_max is not None and now_seconds - written >= record.idle_seconds_max
+    try:
+        value = json.loads(data)
+        limit = value["idle_seconds_max"]
+        return bool(value["idle"]) and limit is not None and now_seconds - value["updated_at"] >= limit
+    except _DAMAGE as error:
+        raise RequestError(f"group record {data[:80]!r} is damaged: {error!r}") from error
 
 
 def record_key(group: GroupId) -> str:

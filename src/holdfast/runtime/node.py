@@ -393,8 +393,8 @@ class Node:
             await asyncio.sleep(0.25)
             now, wall = self.now(), time.time()
             turn += 1
-            # Thousands of connections are not looked at more often than their clocks need it.
-            for connection in list(self.connections.values()) if turn % 2 else ():
+            # Thousands of connections are not looked at more often than their clocks, in whole seconds, need it.
+            for connection in list(self.connections.values()) if turn % 4 == 0 else ():
                 limit = connection.keep_alive_seconds * 1.5
                 if limit and now - connection.last_seen > limit:
                     connection.close(Reason.KEEP_ALIVE_TIMEOUT)
