@@ -27,6 +27,9 @@ RUN_LEVEL_MAX = 4
 _STEP_BLOCKS = 64
 """What one transaction merges or deletes at most: whoever appends meanwhile waits for it."""
 _PAGE_BLOCKS = 256
+RESTLESS_SECONDS = 30.0
+"""A round that has lasted this long rests no more."""
+
 _WRITERS_KEPT_MICROS = 7 * 86_400 * 1_000_000
 
 
@@ -60,15 +63,19 @@ class Upkeep:
 
 
 class Pace:
-    """Rest after every step, `rests` times as long as it took: appends and deliveries come first."""
+    """Rest after every step, up to `rests` times as long as it took: appends and deliveries come first.
+
+    A round that goes on and on is falling behind, so its rests become shorter: in the end everything is merged.
+    """
 
     def __init__(self, rests: float = 0.0):
         self._rests = rests
-        self._since = time.monotonic()
+        self._begun = self._since = time.monotonic()
 
     def step(self) -> None:
-        if self._rests:
-            time.sleep((time.monotonic() - self._since) * self._rests)
+        now = time.monotonic()
+        if (rests := self._rests * (1 - (now - self._begun) / RESTLESS_SECONDS)) > 0:
+            time.sleep((now - self._since) * rests)
         self._since = time.monotonic()
 
 

@@ -43,8 +43,8 @@ from holdfast.store.postgres import PostgresStore
 logger = logging.getLogger("holdfast.node")
 
 WILL_BYTES_MAX = 256 << 10
-UPKEEP_RESTS = 2.0
-"""Upkeep takes at most a third of the time, however much there is to do."""
+UPKEEP_RESTS = 4.0
+"""Upkeep takes a fifth of the time, unless there is so much to do that it falls behind."""
 
 
 class Node:
