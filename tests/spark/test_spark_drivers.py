@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyspark
 import pytest
 from driver_processes import DRIVER, kill, process
 
 from holdfast.errors import RequestError
-from holdfast.spark import java, session
+from holdfast.spark import java, session, stopping
+from processes import wait_for
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -194,6 +198,63 @@ def test_workers_are_forks_of_one_that_has_everything(spark: SparkSession) -> No
     assert ".zip" not in where, "compiled anew in each process"
     assert whose == "__main__", "not the daemon of ours"
     assert {"holdfast.spark.source", "holdfast.spark.sink"} <= {*imported}
+
+
+JVM_WITH_A_DAEMON = """
+import subprocess, sys
+daemon = '''
+import os, signal
+os.setpgid(0, 0)
+if os.fork():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.write(1, f"{os.getpid()}{chr(10)}".encode())
+signal.pause()
+'''
+subprocess.run([sys.executable, "-c", daemon])
+"""
+
+
+def test_workers_are_dismissed_before_a_session_ends() -> None:
+    """But not while it is being warmed up; and their daemon is Spark's to end."""
+    seen = {}
+    with process(sys.executable, "-c", JVM_WITH_A_DAEMON) as jvm:
+        assert jvm.stdout is not None
+        pids = {int(jvm.stdout.readline()) for _ in range(2)}
+        (daemon,) = stopping._children(jvm.pid)
+        (worker,) = pids - {daemon}
+
+        class Session:
+            """As much of one as ending it takes."""
+
+            class sparkContext:
+                class _gateway:
+                    proc = jvm
+
+            def stop(self) -> None:
+                seen["daemon"] = gone(daemon)
+
+        def warm_up() -> None:
+            time.sleep(0.3)  # nothing must happen meanwhile
+            seen["worker"] = gone(worker)
+
+        spark: Any = Session()
+        warming = threading.Thread(target=warm_up)
+        warming.start()
+        stopping.stop_quietly(spark, warming)
+        try:
+            spark.stop()
+            wait_for(lambda: gone(worker), 10, "the worker went")
+        finally:
+            os.killpg(daemon, signal.SIGKILL)
+    assert seen == {"worker": False, "daemon": False}
+
+
+def gone(pid: int) -> bool:
+    """Ended, though perhaps nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def test_the_session_is_one_and_says_what_is_wrong(spark: SparkSession) -> None:
