@@ -5,7 +5,7 @@ PYTHON := python3
 endif
 BIN := .venv/bin
 
-.PHONY: setup demo test check bench soak clean
+.PHONY: setup demo fast test check bench soak clean
 setup: .venv/.ready
 
 .venv/.ready: requirements.txt requirements-spark.txt pyproject.toml
@@ -17,6 +17,12 @@ setup: .venv/.ready
 
 demo: setup
 	$(BIN)/holdfast demo
+
+# The daily loop: units, contracts on memory, a slice of the simulator. No servers, no sockets, no Spark.
+FAST := tests/test_architecture.py tests/test_settings.py tests/test_topics.py tests/auth tests/batch tests/contract tests/cursors \
+        tests/groups tests/log tests/mqtt tests/runtime tests/sessions tests/sim
+fast: setup
+	$(BIN)/python -m pytest -n 2 -m "not soak" -k "not (postgres or etcd or mutation or paho)" $(FAST)
 
 test: setup
 	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder

@@ -21,11 +21,11 @@ MAY_IMPORT = {
     "metadata": {"store", "model", "errors", "jitter"},
     "mqtt": {"model", "errors", "topics"},
     "cursors": {"metadata", "model", "errors"},
-    "effects": {"groups", "cursors", "model", "errors"},
-    "groups": {"effects", "cursors", "model", "errors", "topics"},
-    "sessions": {"groups", "effects", "mqtt", "cursors", "log", "model", "errors", "topics"},
+    "machine": set(),
+    "groups": {"machine", "cursors", "model", "errors", "topics"},
+    "sessions": {"groups", "machine", "mqtt", "cursors", "log", "model", "errors", "topics"},
     "auth": {"mqtt", "errors", "topics"},
-    "sim": {"groups", "effects", "cursors", "model", "errors", "topics"},
+    "sim": {"groups", "machine", "cursors", "model", "errors", "topics"},
 }
 """Package or module of holdfast -> what else of holdfast it may import. Those not listed may import anything."""
 

@@ -141,7 +141,7 @@ def client(name: str, clean: bool) -> paho.Client:
     return made
 
 
-class Member:
+class DemoMember:
     """A member of a shared group; notes what came when. It can be cut off without a word."""
 
     def __init__(self, name: str, filter_text: str, port: int):
@@ -219,11 +219,11 @@ def _drive(console: Console, node: NodeProcess, data: Path, kills: int, lake: La
 def _group(console: Console, node: NodeProcess) -> None:
     """Three workers share the vehicles' messages; one dies, one joins."""
     share = f"$share/dispatch/{FILTER}"
-    members = [Member(f"worker-{n}", share, node.mqtt_port) for n in (1, 2, 3)]
+    members = [DemoMember(f"worker-{n}", share, node.mqtt_port) for n in (1, 2, 3)]
     _wait(lambda: all(len(m.seen) > 100 for m in members))
     died = members[0].cut()
     time.sleep(1.0)
-    joined = Member("worker-4", share, node.mqtt_port)
+    joined = DemoMember("worker-4", share, node.mqtt_port)
     _wait(lambda: len(joined.seen) > 100)
     for member in [*members[1:], joined]:
         member.stop()

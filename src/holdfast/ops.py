@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from heapq import merge as merge_sorted
 from typing import Any
 
+from holdfast.groups.protocol.view import GroupView, Lag, StreamHead, lag
 from holdfast.groups.record import GroupRecord
-from holdfast.groups.view import GroupView, Lag, lag
-from holdfast.groups.view import Head as GroupHead
 from holdfast.log import Log
 from holdfast.log.contract import Chunk, Head
 from holdfast.model import RETAIN, Micros, Start, Stream
@@ -58,7 +57,7 @@ def group_row(record: GroupRecord) -> dict[str, Any]:
     }
 
 
-def group_whole(view: GroupView, heads: Mapping[Stream, GroupHead], now: Micros) -> dict[str, Any]:
+def group_whole(view: GroupView, heads: Mapping[Stream, StreamHead], now: Micros) -> dict[str, Any]:
     """A group with its members, and for each piece its owner, status and lag."""
     rows = lag(view, heads, now)
     return {

@@ -106,7 +106,7 @@ class GroupSettings:
     enabled: bool = True
     """False: shared subscriptions are refused."""
     lease_secs: float = 5.0
-    """How long a leader, or a lease member, that has fallen silent keeps what it holds."""
+    """How long a leader, or a batch member, that has fallen silent keeps what it holds."""
     ping_secs: float = 2.0
     """How often a borrower and its leader tell each other that they are there."""
     ping_timeout_secs: float = 3.0

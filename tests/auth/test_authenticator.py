@@ -9,7 +9,7 @@ import jwt
 import pytest
 from argon2 import PasswordHasher
 
-from holdfast.auth import Authenticator, AuthSettings, Credentials, Identity, Refusal
+from holdfast.auth import Authenticator, AuthOptions, Credentials, Identity, Refusal
 from holdfast.auth.http_tokens import make_token
 from holdfast.auth.passwords import set_password
 from holdfast.errors import RequestError
@@ -32,7 +32,7 @@ def files(tmp_path: Path) -> Path:
 
 
 def with_password(files: Path, **more: Any) -> Authenticator:
-    return Authenticator(AuthSettings(password_file=files / "passwords", **more))
+    return Authenticator(AuthOptions(password_file=files / "passwords", **more))
 
 
 def with_both(files: Path) -> Authenticator:
@@ -84,7 +84,11 @@ def test_anonymous() -> None:
     nobody = Identity(user=None, client_id="c1")
     by_default, never, always = (
         Authenticator(settings)
-        for settings in (AuthSettings(), AuthSettings(allow_anonymous="never"), AuthSettings(allow_anonymous="always"))
+        for settings in (
+            AuthOptions(),
+            AuthOptions(allow_anonymous="never"),
+            AuthOptions(allow_anonymous="always"),
+        )
     )
     assert by_default.check(here, NOW) == nobody and always.check(here, NOW) == nobody
     assert always.check(there, NOW) == nobody
@@ -101,13 +105,13 @@ def test_anonymous_beside_passwords(files: Path) -> None:
 
 
 def test_a_name_that_nothing_has_checked_is_not_believed() -> None:
-    auth = Authenticator(AuthSettings())
+    auth = Authenticator(AuthOptions())
     assert auth.check(shown("admin", b"x", peer_is_loopback=True), NOW) == Identity(user=None, client_id="c1")
     refused(auth.check(shown("admin", b"x"), NOW), Reason.NOT_AUTHORIZED)
 
 
 def test_token(files: Path) -> None:
-    auth = Authenticator(AuthSettings(jwt_algorithm="HS256", jwt_key_file=files / "secret", jwt_leeway_seconds=0))
+    auth = Authenticator(AuthOptions(jwt_algorithm="HS256", jwt_key_file=files / "secret", jwt_leeway_seconds=0))
     wanted = Identity(user="truck", client_id="c1", expires_at=NOW + 60)
     for username in (None, "", "truck"):
         assert auth.check_at_once(shown(username, TOKEN), NOW) == wanted == auth.check(shown(username, TOKEN), NOW)
@@ -158,7 +162,7 @@ def test_a_client_id_can_be_bound_to_its_user(files: Path) -> None:
 
 def test_http(files: Path) -> None:
     token = make_token(files / "tokens", "dashboard", ["reader"])
-    auth = Authenticator(AuthSettings(http_tokens_file=files / "tokens", allow_anonymous="always"))
+    auth = Authenticator(AuthOptions(http_tokens_file=files / "tokens", allow_anonymous="always"))
     who = Identity(user="dashboard", roles=frozenset({"reader"}))
     assert auth.check_token(f"Bearer {token}") == who == auth.check_http(f"Bearer {token}", peer_is_loopback=False)
     assert auth.check_token(None) is None
@@ -167,13 +171,13 @@ def test_http(files: Path) -> None:
 
 def test_http_without_a_token_file() -> None:
     everything = Identity(user=None, roles=frozenset({"reader", "publisher", "admin"}))
-    auth = Authenticator(AuthSettings())
+    auth = Authenticator(AuthOptions())
     assert auth.check_http(None, peer_is_loopback=True) == everything
     assert "http_tokens_file" in refused(auth.check_http(None, peer_is_loopback=False), Reason.NOT_AUTHORIZED)
     assert auth.check_token("Bearer x") is None
-    assert Authenticator(AuthSettings(allow_anonymous="always")).check_http(None, peer_is_loopback=False) == everything
+    assert Authenticator(AuthOptions(allow_anonymous="always")).check_http(None, peer_is_loopback=False) == everything
     refused(
-        Authenticator(AuthSettings(allow_anonymous="never")).check_http(None, peer_is_loopback=True),
+        Authenticator(AuthOptions(allow_anonymous="never")).check_http(None, peer_is_loopback=True),
         Reason.NOT_AUTHORIZED,
     )
 
@@ -206,7 +210,7 @@ def test_a_public_key_may_lie_open(files: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1()).public_key()
     (files / "key.pem").write_bytes(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     (files / "key.pem").chmod(0o644)
-    auth = Authenticator(AuthSettings(jwt_algorithm="ES256", jwt_key_file=files / "key.pem"))
+    auth = Authenticator(AuthOptions(jwt_algorithm="ES256", jwt_key_file=files / "key.pem"))
     assert auth.warnings() == []
 
 
@@ -225,20 +229,20 @@ def test_a_public_key_may_lie_open(files: Path) -> None:
 )
 def test_bad_settings_are_named(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError) as error:
-        AuthSettings(**settings)
+        AuthOptions(**settings)
     assert says in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["password_file", "acl_file", "http_tokens_file"])
 def test_a_file_that_is_not_there_is_an_error_at_the_start(tmp_path: Path, key: str) -> None:
     with pytest.raises(RequestError, match="gone cannot be read: No such file"):
-        Authenticator(AuthSettings(**{key: tmp_path / "gone"}))
+        Authenticator(AuthOptions(**{key: tmp_path / "gone"}))
 
 
 def test_whether_anyone_can_prove_anything() -> None:
-    assert not AuthSettings().can_authenticate
-    assert AuthSettings(password_file="p").can_authenticate and AuthSettings(certificate_user=True).can_authenticate
-    assert AuthSettings(jwt_algorithm="HS256", jwt_key_file="k").can_authenticate
+    assert not AuthOptions().can_authenticate
+    assert AuthOptions(password_file="p").can_authenticate and AuthOptions(certificate_user=True).can_authenticate
+    assert AuthOptions(jwt_algorithm="HS256", jwt_key_file="k").can_authenticate
 
 
 def test_a_password_is_not_printed() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from holdfast.effects import Address, Effect, GroupId, Mark, MemberId, Piece, Save, Send
-from holdfast.groups.agent import Agent
-from holdfast.groups.borrower import Borrower
-from holdfast.groups.events import TICK, Loaded, StreamInfo, StreamsSeen
-from holdfast.groups.leader import Leader
-from holdfast.groups.messages import (
+from holdfast.groups.leading.leader import Leader
+from holdfast.groups.member.agent import Agent
+from holdfast.groups.member.borrower import Borrower
+from holdfast.groups.protocol.effects import Effect, Save
+from holdfast.groups.protocol.events import Loaded, StreamInfo, StreamsSeen
+from holdfast.groups.protocol.messages import (
     FindLeader,
     Grant,
     LeaderConnectResponse,
@@ -18,8 +18,10 @@ from holdfast.groups.messages import (
     Report,
     UpdateProgress,
 )
+from holdfast.groups.protocol.nouns import GroupId, Mark, MemberId, Piece
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings, MemberSettings
+from holdfast.machine import TICK, Address, Send
 from holdfast.model import Stream
 
 T = TypeVar("T")
@@ -80,7 +82,7 @@ def wanted(member: MemberId, now: float, **more: Any) -> LeaderWanted:
 
 
 def find(member: MemberId, now: float, **more: Any) -> FindLeader:
-    return FindLeader(member, Address("n2", "lease", "x"), GROUP, BORN, now, **more)
+    return FindLeader(member, Address("n2", "batch", "x"), GROUP, BORN, now, **more)
 
 
 def join(machine: Leader, member: MemberId, now: float) -> list[Effect]:

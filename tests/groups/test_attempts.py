@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from group_machines import COURSE, GROUP, A, accept, connected, grant, home, join, leader, piece, sent, stream, tick
 
-from holdfast.effects import Loan, Mark, Park, Policy, Redeliver, StartReading
-from holdfast.groups.events import Acked, Delivered
-from holdfast.groups.messages import Disconnect, Grant, PingResponse, Report, UpdateProgress
+from holdfast.groups.protocol.effects import Park, Redeliver, StartReading
+from holdfast.groups.protocol.events import Acked, Delivered
+from holdfast.groups.protocol.messages import Grant, LeaveGroup, PingResponse, Report, UpdateProgress
+from holdfast.groups.protocol.nouns import Loan, Mark, Policy
 from holdfast.groups.record import GroupRecord
 
 LOAN = Loan(A, piece(0), 1, COURSE)
@@ -62,12 +63,12 @@ def test_the_leader_counts_for_the_group_not_for_the_member() -> None:
     machine = leader(1, record=record)
     [first] = accept(machine, join(machine, A, 1.0), 1.1)
     machine.handle(UpdateProgress(A, 7, (Report(piece(0), first.loan, Mark(1), False, ((2, 2),)),)), 1.2)
-    machine.handle(Disconnect(A, home(A), GROUP, "b"), 1.3)
+    machine.handle(LeaveGroup(A, home(A), GROUP, "b"), 1.3)
     again = A._replace(number=2)
     [second] = sent(join(machine, again, 1.4), Grant)
     assert second.attempts == ((2, 2),)
     machine.handle(UpdateProgress(again, 7, (Report(piece(0), second.loan, Mark(2)),)), 1.5)
-    assert machine.shelf.progress[stream(0)].attempts == {}
+    assert machine.group_streams.progress[stream(0)].attempts == {}
 
 
 def test_pings_keep_the_loan_while_attempts_are_timed() -> None:

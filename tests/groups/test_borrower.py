@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 from group_machines import BORN, COURSE, GROUP, LEADER, A, agent, borrower, connected, grant, kinds, piece, sent, tick
 
-from holdfast.effects import Abandon, Ended, Joined, Loan, Mark, StartReading, StopReading
 from holdfast.errors import BrokenInvariant
-from holdfast.groups.agent import NoAgent
-from holdfast.groups.borrower import LEGAL, Borrower, Status
-from holdfast.groups.events import TICK, Acked, Closed, Drained, Subscribe, Unsubscribe
-from holdfast.groups.messages import (
+from holdfast.groups.member.agent import NoAgent
+from holdfast.groups.member.borrower import LEGAL, Borrower, BorrowerStatus
+from holdfast.groups.protocol.effects import Abandon, Ended, Joined, StartReading, StopReading
+from holdfast.groups.protocol.events import Acked, Closed, Drained, JoinGroup, QuitGroup
+from holdfast.groups.protocol.messages import (
     Carried,
-    Disconnect,
-    Disconnected,
     Invalidate,
     LeaderConnectResponse,
     LeaderWanted,
+    LeaveGroup,
+    LeftGroup,
     Ping,
     PingResponse,
     Report,
@@ -24,6 +24,8 @@ from holdfast.groups.messages import (
     Revoked,
     UpdateProgress,
 )
+from holdfast.groups.protocol.nouns import Loan, Mark
+from holdfast.machine import TICK
 
 LOAN = Loan(A, piece(0), 1, COURSE)
 
@@ -46,7 +48,7 @@ def test_an_answer_that_took_too_long_is_worth_nothing() -> None:
     machine = borrower()
     tick(machine, 0.0)
     assert machine.handle(LeaderConnectResponse(A, 7, LEADER, 0.0, 3.0), 3.0) == []
-    assert machine.status is Status.CONNECTING
+    assert machine.status is BorrowerStatus.CONNECTING
 
 
 def test_trust_is_counted_from_when_the_ping_was_sent() -> None:
@@ -56,7 +58,7 @@ def test_trust_is_counted_from_when_the_ping_was_sent() -> None:
     assert not [e for e in tick(machine, 4.99) if isinstance(e, StopReading)]
     effects = tick(machine, 5.0)
     assert StopReading(LOAN) in effects
-    assert machine.status is Status.GONE
+    assert machine.status is BorrowerStatus.GONE
     assert machine.recreate
 
 
@@ -143,7 +145,7 @@ def test_progress_that_no_answer_confirmed_goes_with_the_next_ping() -> None:
 
 def test_the_next_life_brings_what_is_acknowledged_even_late() -> None:
     machine = agent()
-    machine.handle(Subscribe(GROUP, BORN), 0.0)
+    machine.handle(JoinGroup(GROUP, BORN), 0.0)
     machine.handle(LeaderConnectResponse(A, 7, LEADER, 0.0, 3.0), 0.0)
     machine.handle(grant(), 0.1)
     machine.handle(Acked(LOAN, ((0, 4),)), 0.2)
@@ -166,7 +168,7 @@ def test_the_next_life_brings_what_is_acknowledged_even_late() -> None:
 
 def test_a_grant_of_the_next_leader_starts_where_this_one_knows_to_be() -> None:
     machine = agent()
-    machine.handle(Subscribe(GROUP, BORN), 0.0)
+    machine.handle(JoinGroup(GROUP, BORN), 0.0)
     machine.handle(LeaderConnectResponse(A, 7, LEADER, 0.0, 3.0), 0.0)
     machine.handle(grant(), 0.1)
     machine.handle(Acked(LOAN, ((0, 4),)), 0.2)
@@ -179,34 +181,34 @@ def test_a_grant_of_the_next_leader_starts_where_this_one_knows_to_be() -> None:
 
 def test_unsubscribing_waits_for_what_is_in_flight() -> None:
     machine = lent()
-    effects = machine.handle(Unsubscribe(GROUP), 0.1)
+    effects = machine.handle(QuitGroup(GROUP), 0.1)
     assert effects == [StopReading(LOAN)]
     assert sent(tick(machine, 0.1), Ping)[0].leaving
     for ignored in (grant(1, 2), Revoke(A, 7, piece(0), 1, 1.0), Revoked(A, 7, piece(0), 1)):
         assert machine.handle(ignored, 0.2) == []
     machine.handle(Acked(LOAN, ((0, 0),)), 0.3)
-    [words] = sent(machine.handle(Drained(LOAN), 0.4), Disconnect)
+    [words] = sent(machine.handle(Drained(LOAN), 0.4), LeaveGroup)
     assert words.carried == (Carried(piece(0), COURSE, Mark(0)),)
-    assert machine.handle(Disconnected(A), 0.5) == [Ended(A, GROUP)]
+    assert machine.handle(LeftGroup(A), 0.5) == [Ended(A, GROUP)]
 
 
 def test_unsubscribing_does_not_wait_for_ever() -> None:
     machine = lent()
-    machine.handle(Unsubscribe(GROUP), 0.0)
+    machine.handle(QuitGroup(GROUP), 0.0)
     effects = []
     while machine.deadline <= 10.0:
         now = machine.deadline
         effects += machine.handle(TICK, now)
         machine.handle(PingResponse(A, 7, now, 3.0), now)
     assert Abandon(LOAN) in effects
-    assert sent(effects, Disconnect)
+    assert sent(effects, LeaveGroup)
 
 
 def test_last_words_are_repeated_until_somebody_has_them() -> None:
     machine = lent()
     machine.handle(Closed(), 0.1)
-    assert len(sent(tick(machine, 5.0), Disconnect)) >= 5
-    assert machine.handle(Disconnected(A), 5.1) == [Ended(A, GROUP)]
+    assert len(sent(tick(machine, 5.0), LeaveGroup)) >= 5
+    assert machine.handle(LeftGroup(A), 5.1) == [Ended(A, GROUP)]
 
 
 def test_last_words_end_some_day() -> None:
@@ -216,33 +218,33 @@ def test_last_words_end_some_day() -> None:
 
 
 def test_there_are_no_cycles() -> None:
-    order = list(Status)
+    order = list(BorrowerStatus)
     for status, following in LEGAL.items():
         assert all(order.index(after) > order.index(status) for after in following)
 
 
 def test_an_illegal_move_tells_its_story() -> None:
     machine = connected()
-    machine._move(Status.GONE)
+    machine._move(BorrowerStatus.GONE)
     with pytest.raises(BrokenInvariant) as failure:
-        machine._move(Status.CONNECTED)
+        machine._move(BorrowerStatus.CONNECTED)
     assert "CONNECTING -> CONNECTED" in str(failure.value)
 
 
 def test_two_borrowers_of_one_session_on_one_group() -> None:
     machine = agent()
-    machine.handle(Subscribe(GROUP, BORN), 0.0)
+    machine.handle(JoinGroup(GROUP, BORN), 0.0)
     machine.handle(LeaderConnectResponse(A, 7, LEADER, 0.0, 3.0), 0.0)
     machine.handle(grant(), 0.1)
-    machine.handle(Unsubscribe(GROUP), 0.2)
-    machine.handle(Subscribe(GROUP, BORN), 0.2)
-    assert {b.status for b in machine.borrowers.values()} == {Status.UNSUBSCRIBING, Status.CONNECTING}
-    machine.handle(Subscribe(GROUP, BORN), 0.2)
+    machine.handle(QuitGroup(GROUP), 0.2)
+    machine.handle(JoinGroup(GROUP, BORN), 0.2)
+    assert {b.status for b in machine.borrowers.values()} == {BorrowerStatus.UNSUBSCRIBING, BorrowerStatus.CONNECTING}
+    machine.handle(JoinGroup(GROUP, BORN), 0.2)
     assert len(machine.borrowers) == 2, "subscribing again changes nothing"
-    assert sent(machine.handle(Drained(LOAN), 0.3), Disconnect)[0].member == A
+    assert sent(machine.handle(Drained(LOAN), 0.3), LeaveGroup)[0].member == A
 
 
 def test_without_groups_nothing_happens() -> None:
     machine = NoAgent()
-    assert machine.handle(Subscribe(GROUP, BORN), 0.0) == []
+    assert machine.handle(JoinGroup(GROUP, BORN), 0.0) == []
     assert machine.empty

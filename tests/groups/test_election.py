@@ -5,23 +5,11 @@ from __future__ import annotations
 import pytest
 from group_machines import COURSE, GROUP, A, B, home, piece, ping, sent, tick, wanted
 
-from holdfast.effects import (
-    Address,
-    Claim,
-    GroupId,
-    Mark,
-    OpenLease,
-    RenewLease,
-    Resign,
-    Send,
-    StartLeader,
-    StopLeader,
-    TrustUntil,
-)
 from holdfast.errors import BrokenInvariant
-from holdfast.groups.election import ClaimState, Election
-from holdfast.groups.events import (
-    TICK,
+from holdfast.groups.leading.election import ClaimState, Election
+from holdfast.groups.leading.registry import Registry
+from holdfast.groups.protocol.effects import Claim, OpenLease, RenewLease, Resign, StartLeader, StopLeader, TrustUntil
+from holdfast.groups.protocol.events import (
     Claimed,
     ClaimFailed,
     LeaderRetired,
@@ -31,9 +19,10 @@ from holdfast.groups.events import (
     LeaseRenewed,
     Taken,
 )
-from holdfast.groups.messages import Carried, Disconnect, Invalidate, LeaderWanted, UpdateProgress
-from holdfast.groups.registry import Registry
+from holdfast.groups.protocol.messages import Carried, Invalidate, LeaderWanted, LeaveGroup, UpdateProgress
+from holdfast.groups.protocol.nouns import GroupId, Mark
 from holdfast.groups.settings import ElectionSettings
+from holdfast.machine import TICK, Address, Send
 
 HERE = Address("n2", "leader", str(GROUP))
 THERE = Address("n9", "leader", str(GROUP))
@@ -145,9 +134,9 @@ def test_words_to_a_leader_that_is_not_here() -> None:
     machine = registry()
     assert machine.handle(ping(A, 0.0), 0.0) == [Send(home(A), Invalidate(A))]
     assert machine.handle(UpdateProgress(A, 7, ()), 0.0) == []
-    assert machine.handle(Disconnect(A, home(A), GROUP, "b"), 0.0) == [], "nothing to tell: no election for that"
+    assert machine.handle(LeaveGroup(A, home(A), GROUP, "b"), 0.0) == [], "nothing to tell: no election for that"
     carried = (Carried(piece(0), COURSE, Mark(3)),)
-    assert machine.handle(Disconnect(A, home(A), GROUP, "b", carried), 0.0) == [OpenLease(0.0, 5.0)]
+    assert machine.handle(LeaveGroup(A, home(A), GROUP, "b", carried), 0.0) == [OpenLease(0.0, 5.0)]
 
 
 def test_the_claim_of_this_nodes_earlier_run_is_waited_for() -> None:

@@ -7,9 +7,9 @@ from group_machines import stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.effects import Layer, Mark, Piece
 from holdfast.errors import RequestError
 from holdfast.groups.progress import Done, StreamProgress, slice_of
+from holdfast.groups.protocol.nouns import Layer, Mark, Piece
 
 S = stream(0)
 PUBLISHERS = [f"p{n}" for n in range(9)]

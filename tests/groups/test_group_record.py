@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from group_machines import COURSE, GROUP, A, piece, stream
 
-from holdfast.effects import GroupId, Mark, Policy, Save
 from holdfast.errors import RequestError
 from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.effects import Save
+from holdfast.groups.protocol.nouns import GroupId, Mark, Policy
+from holdfast.groups.protocol.view import GroupView, PieceView, StreamHead, lag
 from holdfast.groups.record import GroupRecord, claim_key, expired, loaded, progress_key, record_key, stored
-from holdfast.groups.view import GroupView, Head, PieceView, lag
 
 RECORD = GroupRecord(
     group=GROUP,
@@ -64,8 +65,8 @@ def test_lag_has_an_owner() -> None:
     view = GroupView(GROUP, 1, "b", COURSE, "strict", False, (), rows, 0)
     second = 1_000_000
     heads = {
-        stream(0): Head(10, oldest_unacked=40 * second, dropped_at=100 * second),
-        stream(1): Head(10),
+        stream(0): StreamHead(10, oldest_unacked=40 * second, dropped_at=100 * second),
+        stream(1): StreamHead(10),
     }
     worst, caught_up = lag(view, heads, 60 * second)
     assert (worst.piece, worst.owner, worst.messages) == (piece(0), A, 4)

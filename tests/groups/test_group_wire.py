@@ -7,11 +7,12 @@ from typing import get_args
 
 import pytest
 
-from holdfast.effects import Address, GroupId, Layer, Mark, MemberId, Piece, Policy
 from holdfast.errors import RequestError
-from holdfast.groups import messages as m
-from holdfast.groups.view import GroupView, MemberView, PieceView
-from holdfast.groups.wire import decode, encode
+from holdfast.groups.protocol import messages as m
+from holdfast.groups.protocol.nouns import GroupId, Layer, Mark, MemberId, Piece, Policy
+from holdfast.groups.protocol.view import GroupView, MemberView, PieceView
+from holdfast.groups.protocol.wire import decode, encode
+from holdfast.machine import Address
 from holdfast.model import Stream
 
 PIECE = Piece(Stream("messages", 3, 1), 1, 4)
@@ -74,7 +75,7 @@ def test_every_message_comes_back_as_it_went(kind: type) -> None:
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("what", [m.Describe(), m.Delete(True), m.SetPaused(True), m.Seek(())])
+@pytest.mark.parametrize("what", [m.Describe(), m.DeleteGroup(True), m.SetPaused(True), m.Seek(())])
 def test_every_request_comes_back_as_it_went(what: m.Request) -> None:
     ask = m.Ask("r", HOME, GROUP, what)
     again = decode(encode(ask))

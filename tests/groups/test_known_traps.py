@@ -28,26 +28,28 @@ from group_machines import (
     wanted,
 )
 
-from holdfast.effects import Address, Ended, Mark, MemberId, Retire, Save, Send, StartReading, StopReading
-from holdfast.groups.borrower import Status
-from holdfast.groups.events import TICK, Closed, Drained, Loaded, StreamInfo, StreamsSeen, Subscribe
-from holdfast.groups.leader import Leader, Phase
-from holdfast.groups.messages import (
+from holdfast.groups.leading.leader import Leader, Phase
+from holdfast.groups.member.borrower import BorrowerStatus
+from holdfast.groups.protocol.effects import Ended, Retire, Save, StartReading, StopReading
+from holdfast.groups.protocol.events import Closed, Drained, JoinGroup, Loaded, StreamInfo, StreamsSeen
+from holdfast.groups.protocol.messages import (
     Answer,
     Ask,
-    Delete,
-    Disconnect,
+    DeleteGroup,
     Grant,
     Invalidate,
     LeaderConnectResponse,
     LeaderWanted,
+    LeaveGroup,
     Report,
     Revoke,
     Revoked,
     RevokeFinished,
     UpdateProgress,
 )
+from holdfast.groups.protocol.nouns import Mark, MemberId
 from holdfast.groups.settings import LeaderSettings
+from holdfast.machine import TICK, Address, Send
 
 
 def test_a_finished_stream_does_not_bring_the_leader_down() -> None:
@@ -86,16 +88,16 @@ def test_a_stream_dropped_by_retention_leaves_no_state_and_no_quota() -> None:
     machine.handle(RevokeFinished(A, 7, first.piece, first.loan), 1.6)
     effects = tick(machine, 3.0)
     assert any(save.forget == (stream(0),) for save in effects if isinstance(save, Save))
-    assert set(machine.shelf.progress) == {stream(0, 2)}
+    assert set(machine.group_streams.progress) == {stream(0, 2)}
     assert set(owners(machine)) == {piece(0, 2)}
 
 
 def test_timers_do_not_multiply_with_disconnects() -> None:
     machine = agent()
     for _ in range(50):
-        machine.handle(Subscribe(GROUP, BORN), 0.0)
+        machine.handle(JoinGroup(GROUP, BORN), 0.0)
         machine.handle(Closed(), 0.0)
-    machine.handle(Subscribe(GROUP, BORN), 1.0)
+    machine.handle(JoinGroup(GROUP, BORN), 1.0)
     asked = [effects for now in (1.1, 1.2, 1.3, 1.4) if (effects := machine.handle(TICK, now))]
     assert len(machine.borrowers) == 1
     assert sum(len(sent(effects, LeaderWanted)) for effects in asked) <= 2
@@ -117,14 +119,14 @@ def test_a_revoke_does_not_reset_the_donor() -> None:
     donor.handle(grant(0, 1), 0.1)
     donor.handle(grant(1, 2), 0.1)
     assert [type(e) for e in donor.handle(Revoke(A, 7, piece(0), 1, 10.0), 0.2)] == [StopReading]
-    assert donor.status is Status.CONNECTED
+    assert donor.status is BorrowerStatus.CONNECTED
     assert donor.loans[piece(1)].status.name == "GRANTED"
 
 
 def test_a_late_find_leader_timer_is_harmless() -> None:
     machine = connected(now=0.0)
     assert sent(machine.handle(TICK, 0.2), LeaderWanted) == []
-    assert machine.status is Status.CONNECTED
+    assert machine.status is BorrowerStatus.CONNECTED
 
 
 def test_a_duplicate_connect_response_is_harmless() -> None:
@@ -132,7 +134,7 @@ def test_a_duplicate_connect_response_is_harmless() -> None:
     machine.handle(grant(), 0.1)
     for epoch in (7, 7, 8):
         assert machine.handle(LeaderConnectResponse(A, epoch, LEADER, 0.0, 3.0), 0.2) == []
-    assert (machine.status, machine.epoch, len(machine.loans)) == (Status.CONNECTED, 7, 1)
+    assert (machine.status, machine.epoch, len(machine.loans)) == (BorrowerStatus.CONNECTED, 7, 1)
 
 
 def test_a_duplicate_grant_is_harmless() -> None:
@@ -149,7 +151,7 @@ def test_a_duplicate_grant_is_harmless() -> None:
 def test_a_revoked_for_an_unknown_stream_is_harmless() -> None:
     machine = connected()
     assert kinds(machine.handle(Revoked(A, 7, piece(5), 3), 0.1)) == ["RevokeFinished"]
-    assert machine.status is Status.CONNECTED
+    assert machine.status is BorrowerStatus.CONNECTED
 
 
 def test_progress_from_a_stranger_is_harmless() -> None:
@@ -158,7 +160,7 @@ def test_progress_from_a_stranger_is_harmless() -> None:
     report = Report(piece(0), lent.loan, Mark(1000), final=True)
     assert machine.handle(UpdateProgress(B, 7, (report,)), 1.2) == []
     assert machine.handle(UpdateProgress(A, 6, (report,)), 1.2) == []
-    assert machine.shelf.progress[stream(0)].floor == 0
+    assert machine.group_streams.progress[stream(0)].floor == 0
     assert owners(machine) == {piece(0): A}
     assert sent(machine.handle(ping(B, 1.3), 1.3), Invalidate) == [Invalidate(B)]
 
@@ -166,7 +168,7 @@ def test_progress_from_a_stranger_is_harmless() -> None:
 def test_a_deleted_group_is_not_recreated_by_its_old_members() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)
-    ask = Ask("r1", Address("n1", "asker"), GROUP, Delete())
+    ask = Ask("r1", Address("n1", "asker"), GROUP, DeleteGroup())
     effects = machine.handle(ask, 2.0)
     assert kinds(effects) == ["Save", "Invalidate", "Answer", "Retire"]
     assert effects[0].delete
@@ -187,17 +189,17 @@ def test_a_deleted_group_is_not_recreated_by_its_old_members() -> None:
 
 def test_kick_takeover_and_clean_start_tell_the_leader_at_once() -> None:
     machine = agent()
-    machine.handle(Subscribe(GROUP, BORN), 0.0)
+    machine.handle(JoinGroup(GROUP, BORN), 0.0)
     machine.handle(LeaderConnectResponse(A, 7, LEADER, 0.0, 3.0), 0.0)
     machine.handle(grant(offset=4), 0.1)
     effects = machine.handle(Closed(), 0.2)
-    assert kinds(effects) == ["StopReading", "Abandon", "Disconnect"]
+    assert kinds(effects) == ["StopReading", "Abandon", "LeaveGroup"]
     assert effects[-1].to == LEADER
 
     lending = leader(1)
     accept(lending, join(lending, A, 1.0), 1.1)
     join(lending, B, 1.2)
-    lending.handle(Disconnect(A, home(A), GROUP, BORN), 1.3)
+    lending.handle(LeaveGroup(A, home(A), GROUP, BORN), 1.3)
     assert A not in lending.seats
     assert [g.member for g in sent(tick(lending, 1.4), Grant)] == [B]
 
@@ -244,17 +246,17 @@ def test_a_grant_from_a_seat_that_was_lost_unnoticed_is_refused() -> None:
 
 def test_words_to_a_ghost_are_answered_so_that_it_is_let_go() -> None:
     machine = agent()
-    machine.handle(Subscribe(GROUP, BORN), 0.0)
+    machine.handle(JoinGroup(GROUP, BORN), 0.0)
     machine.handle(Closed(), 0.1)
     assert machine.empty
     [answer] = machine.handle(grant(), 0.2)
-    assert isinstance(answer.message, Disconnect)
+    assert isinstance(answer.message, LeaveGroup)
     assert answer.message.member == A
 
 
 def test_an_operator_who_asks_twice_is_served_once() -> None:
     machine = leader(1)
-    ask = Ask("r1", Address("n1", "asker", "r1"), GROUP, Delete(if_idle=True))
+    ask = Ask("r1", Address("n1", "asker", "r1"), GROUP, DeleteGroup(if_idle=True))
     join(machine, A, 1.0)
     [refused] = sent(machine.handle(ask, 1.1), Answer)
     assert "has members" in refused.error

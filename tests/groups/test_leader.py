@@ -26,32 +26,24 @@ from group_machines import (
     wanted,
 )
 
-from holdfast.effects import Address, Load, Mark, MemberId, Piece, Retire, Save, WatchStreams
 from holdfast.errors import BrokenInvariant
-from holdfast.groups.events import (
-    TICK,
-    Deposed,
-    Loaded,
-    Retreat,
-    SaveFailed,
-    StreamInfo,
-    StreamsSeen,
-    Trusted,
-)
-from holdfast.groups.leader import Leader
-from holdfast.groups.loans import LEGAL, LoanBook, LoanStatus
-from holdfast.groups.messages import (
+from holdfast.groups.leading.leader import Leader
+from holdfast.groups.leading.loans import LEGAL, LoanBook, LoanStatus
+from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.effects import Load, Retire, Save, WatchStreams
+from holdfast.groups.protocol.events import Deposed, Loaded, Retreat, SaveFailed, StreamInfo, StreamsSeen, Trusted
+from holdfast.groups.protocol.messages import (
     Answer,
     Ask,
     Carried,
-    Delete,
+    DeleteGroup,
     Describe,
-    Disconnect,
-    Disconnected,
     Grant,
     Invalidate,
     LeaderConnectResponse,
     LeaseStreams,
+    LeaveGroup,
+    LeftGroup,
     PingResponse,
     Report,
     Revoke,
@@ -62,9 +54,10 @@ from holdfast.groups.messages import (
     UpdateProgress,
     UpdateStreams,
 )
-from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.nouns import Mark, MemberId, Piece
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
+from holdfast.machine import TICK, Address
 
 ASKER = Address("n3", "asker", "r")
 
@@ -212,39 +205,39 @@ def test_progress_that_is_brought_before_the_streams_are_known_is_not_lost() -> 
     machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
     machine.handle(TICK, 0.0)
     machine.handle(Loaded(GroupRecord(group=GROUP, born="b", lent=True)), 0.0)
-    machine.handle(Disconnect(A, home(A), GROUP, "b", (Carried(piece(0), COURSE, Mark(4)),)), 0.0)
+    machine.handle(LeaveGroup(A, home(A), GROUP, "b", (Carried(piece(0), COURSE, Mark(4)),)), 0.0)
     machine.handle(StreamsSeen((StreamInfo(stream(0)),)), 0.1)
-    assert machine.shelf.progress[stream(0)].floor == 5
+    assert machine.group_streams.progress[stream(0)].floor == 5
 
 
 def test_progress_of_another_course_is_worth_nothing() -> None:
     machine = leader(1)
     machine.handle(wanted(A, 1.0, carried=(Carried(piece(0), "b.3", Mark(9)),)), 1.0)
-    assert machine.shelf.progress[stream(0)].floor == 0
+    assert machine.group_streams.progress[stream(0)].floor == 0
     stored = StreamProgress.starting(stream(0), "b.3", 7)
     machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
     machine.handle(TICK, 0.0)
     machine.handle(Loaded(GroupRecord(group=GROUP, born="b"), (stored,)), 0.0)
     machine.handle(StreamsSeen((StreamInfo(stream(0)),)), 0.0)
-    assert machine.shelf.progress[stream(0)].floor == 0
+    assert machine.group_streams.progress[stream(0)].floor == 0
 
 
 def test_last_words_are_confirmed_once_they_are_saved() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)
-    words = Disconnect(A, home(A), GROUP, "b", (Carried(piece(0), COURSE, Mark(4)),))
+    words = LeaveGroup(A, home(A), GROUP, "b", (Carried(piece(0), COURSE, Mark(4)),))
     assert machine.handle(words, 1.2) == []
     names = kinds(tick(machine, 1.3))
-    assert names.index("Save") < names.index("Disconnected")
+    assert names.index("Save") < names.index("LeftGroup")
     # Heard again: answered again.
     machine.handle(words, 1.4)
-    assert sent(tick(machine, 1.5), Disconnected) == [Disconnected(A)]
+    assert sent(tick(machine, 1.5), LeftGroup) == [LeftGroup(A)]
 
 
 def test_a_leader_without_members_goes_and_leaves_nothing_to_wait_for() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)
-    machine.handle(Disconnect(A, home(A), GROUP, "b"), 1.2)
+    machine.handle(LeaveGroup(A, home(A), GROUP, "b"), 1.2)
     effects = tick(machine, 12.0)
     assert effects[-1] == Retire(GROUP, 7)
     assert saves(effects)[-1].record.lent is False
@@ -352,7 +345,7 @@ def test_a_paused_group_lends_nothing() -> None:
 def test_a_delete_that_cannot_be_saved_has_not_happened() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)
-    machine.handle(Ask("r1", ASKER, GROUP, Delete()), 1.2)
+    machine.handle(Ask("r1", ASKER, GROUP, DeleteGroup()), 1.2)
     machine.handle(SaveFailed(), 1.3)
     assert kinds(tick(machine, 2.0)) == ["Save", "Invalidate", "Answer", "Retire"]
 
@@ -383,7 +376,7 @@ def test_a_view_says_who_holds_what() -> None:
 def test_idleness_is_written_down_where_it_matters() -> None:
     machine = leader(1, record=GroupRecord(group=GROUP, born="b", idle=True, idle_seconds_max=60.0))
     assert saves(join(machine, A, 1.0))[0].record.idle is False
-    machine.handle(Disconnect(A, home(A), GROUP, "b"), 2.0)
+    machine.handle(LeaveGroup(A, home(A), GROUP, "b"), 2.0)
     assert saves(tick(machine, 2.1))[0].record.idle is True
 
 

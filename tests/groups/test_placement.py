@@ -6,8 +6,8 @@ from group_machines import piece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.effects import MemberId, Piece
-from holdfast.groups.placement import place, slices_wanted
+from holdfast.groups.leading.placement import place, slices_wanted
+from holdfast.groups.protocol.nouns import MemberId, Piece
 
 MEMBERS = [MemberId(name) for name in "abcdefg"]
 pieces = st.integers(0, 20).map(lambda count: [piece(shard) for shard in range(count)])

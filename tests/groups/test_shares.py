@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.effects import GroupId
 from holdfast.errors import RequestError
+from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import is_shared, parse_share
 
 

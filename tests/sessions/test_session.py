@@ -9,7 +9,7 @@ from holdfast.cursors import Cursor
 from holdfast.model import RETAIN, Batch, Stream
 from holdfast.mqtt import properties
 from holdfast.mqtt.packets import V5, V311
-from holdfast.sessions.session import Rows, Session, Skipped, Subscription
+from holdfast.sessions.session import Gap, Rows, Session, Subscription
 
 OTHER = Stream("messages", 1, 1)
 
@@ -430,7 +430,7 @@ def test_dropped_by_retention_while_away_is_recorded():
     session.park({S: 5}, sealed=())
     session.unpark({NEXT_S: 2}, now=9.0)
     assert session.behind == {NEXT_S: 0}
-    assert session.skipped == [Skipped(str(S), 5, None, "dropped by retention", 9.0)]
+    assert session.skipped == [Gap(str(S), 5, None, "dropped by retention", 9.0)]
 
 
 def test_under_way_comes_again_as_it_was_with_dup_and_its_id():

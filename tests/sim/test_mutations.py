@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.effects import Save
-from holdfast.groups.agent import Agent
-from holdfast.groups.borrower import Borrower
-from holdfast.groups.election import Election
-from holdfast.groups.leader import Leader
-from holdfast.groups.lease import LeaseMember
-from holdfast.groups.lender import Lender
-from holdfast.groups.loans import LoanBook, LoanStatus
-from holdfast.groups.memories import Memories
+from holdfast.groups.leading.election import Election
+from holdfast.groups.leading.leader import Leader
+from holdfast.groups.leading.lender import Lender
+from holdfast.groups.leading.loans import LoanBook, LoanStatus
+from holdfast.groups.leading.streams import GroupStreams
+from holdfast.groups.member.agent import Agent
+from holdfast.groups.member.batch_member import BatchMember
+from holdfast.groups.member.borrower import Borrower
+from holdfast.groups.member.memories import Memories
 from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.effects import Save
 from holdfast.groups.record import GroupRecord
-from holdfast.groups.shelf import Shelf
 from holdfast.sim import run_seed
 
 SEEDS_MAX = 400
@@ -72,7 +72,7 @@ def a_lease_member_trusts_its_leader_for_ever(patch: Patch) -> None:
         original(self, *args)
         self._trusted_until = inf
 
-    wrap(patch, LeaseMember, "_trust", change)
+    wrap(patch, BatchMember, "_trust", change)
 
 
 @mutation
@@ -119,7 +119,7 @@ def a_lease_exchange_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
             lent.drained = True
         return [*effects, self._states(now)] if self.taken else effects
 
-    wrap(patch, LeaseMember, "_on_update", change)
+    wrap(patch, BatchMember, "_on_update", change)
 
 
 @mutation
@@ -134,7 +134,7 @@ def nothing_is_carried(patch: Patch) -> None:
 
 @mutation
 def stored_progress_is_ignored(patch: Patch) -> None:
-    wrap(patch, Shelf, "load", lambda original, self, record, stored: original(self, record, ()))
+    wrap(patch, GroupStreams, "load", lambda original, self, record, stored: original(self, record, ()))
 
 
 @mutation
@@ -169,17 +169,17 @@ def the_first_member_gets_everything(patch: Patch) -> None:
     def place(pieces: Any, held: Any, members: Any) -> Any:
         return {piece: min(members) for piece in pieces} if members else {}
 
-    patch.setattr("holdfast.groups.lender.place", place)
+    patch.setattr("holdfast.groups.leading.lender.place", place)
 
 
 @mutation
 def generations_are_lent_all_at_once(patch: Patch) -> None:
-    wrap(patch, Shelf, "open_streams", lambda original, self, order: original(self, "parallel"))
+    wrap(patch, GroupStreams, "open_streams", lambda original, self, order: original(self, "parallel"))
 
 
 @mutation
 def dropped_streams_are_remembered(patch: Patch) -> None:
-    patch.setattr(Shelf, "sweep", lambda self, lent: None)
+    patch.setattr(GroupStreams, "sweep", lambda self, lent: None)
 
 
 @mutation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.groups.leader import Leader
+from holdfast.groups.leading.leader import Leader
 from holdfast.sim import Failure, run_seed, run_seeds
 from holdfast.sim.__main__ import main
 from holdfast.sim.disk import Store
@@ -55,7 +55,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_store_fences_by_epoch() -> None:
-    from holdfast.effects import GroupId, Save
+    from holdfast.groups.protocol.effects import Save
+    from holdfast.groups.protocol.nouns import GroupId
 
     store, group = Store(), GroupId("g", "#")
     lease = store.open_lease(5.0, 0.0)

@@ -18,10 +18,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from e2e.clients import V5, Dial, PahoClient
 from holdfast import Batch, Stream, testing
-from holdfast.effects import Layer, Loan, Mark, MemberId, Piece
+from holdfast.batch import HeldPiece
 from holdfast.errors import RequestError
 from holdfast.groups.progress import Done
-from holdfast.leases import Held
+from holdfast.groups.protocol.nouns import Layer, Loan, Mark, MemberId, Piece
 from holdfast.log import blocks
 from holdfast.model import now_micros
 from holdfast.spark.group import GroupStreamReader
@@ -46,8 +46,8 @@ ALL = ReadAllAvailable()
 # ------------------------------------------------------------------------------------------ planning
 
 
-def held(piece: Piece, mark: Mark, skip: tuple[Layer, ...] = ()) -> Held:
-    return Held(Loan(MemberId("me"), piece, 1, "b.0"), mark, skip)
+def held(piece: Piece, mark: Mark, skip: tuple[Layer, ...] = ()) -> HeldPiece:
+    return HeldPiece(Loan(MemberId("me"), piece, 1, "b.0"), mark, skip)
 
 
 def some_mark(chance: random.Random, past: int) -> Mark:

@@ -157,7 +157,7 @@ def test_a_job_with_one_failing_task_is_not_seen(spark: SparkSession, fleet: Fle
 
 
 def test_a_log_sealed_between_staging_and_commit(spark: SparkSession, fleet: Fleet) -> None:
-    from holdfast.log.staging import Batch, Task
+    from holdfast.log.staging import StagedBatch, Task
     from holdfast.spark.options import WriteOptions
     from holdfast.spark.sink import LogWriter
 
@@ -167,7 +167,7 @@ def test_a_log_sealed_between_staging_and_commit(spark: SparkSession, fleet: Fle
         writer = LogWriter(options, messages(spark, 1).schema, overwrite=False)
         arrow = messages(spark, 1000).toArrow().combine_chunks().to_batches()
         staged = writer.stage(iter(arrow), writer.batch)
-        assert isinstance(staged.batch, Batch)
+        assert isinstance(staged.batch, StagedBatch)
         assert isinstance(staged.task, Task)
         before = fleet.total("copy")
         fleet.log.seal("copy", shards)

@@ -29,7 +29,7 @@ _WRONG = Refusal(Reason.BAD_USER_NAME_OR_PASSWORD, "user name or password is wro
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuthSettings:
+class AuthOptions:
     """How peers prove who they are, and what they may do."""
 
     password_file: FilePath | None = None
@@ -86,7 +86,7 @@ class AuthSettings:
 class Authenticator:
     """Decides who a peer is. `acl` decides what it may do."""
 
-    def __init__(self, settings: AuthSettings):
+    def __init__(self, settings: AuthOptions):
         """Reads every file that the settings name; a RequestError says which one is wrong and where."""
         self.settings = settings
         self.acl = Acl(_path(settings.acl_file))

@@ -25,7 +25,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TokenEntry:
     """One line of the file."""
 
     name: str
@@ -83,7 +83,7 @@ def delete_token(path: Path, name: str) -> None:
     edit(WHAT, path, change)
 
 
-def list_tokens(path: Path) -> list[Entry]:
+def list_tokens(path: Path) -> list[TokenEntry]:
     """Every token of the file, in the file's order."""
     return list(Watched(WHAT, path, _entries).value)
 
@@ -97,12 +97,12 @@ def _granted(roles: Sequence[Role]) -> frozenset[Role]:
     return frozenset(ROLES if "admin" in roles else roles)
 
 
-def _by_digest(name: str, content: bytes) -> dict[str, Entry]:
+def _by_digest(name: str, content: bytes) -> dict[str, TokenEntry]:
     return {entry.digest: entry for entry in _entries(name, content)}
 
 
-def _entries(name: str, content: bytes) -> list[Entry]:
-    found: dict[str, Entry] = {}
+def _entries(name: str, content: bytes) -> list[TokenEntry]:
+    found: dict[str, TokenEntry] = {}
     digests: set[str] = set()
     for number, line in meaningful_lines(decode(name, content)):
         where = f"{name}, line {number}"
@@ -128,6 +128,6 @@ def _entries(name: str, content: bytes) -> list[Entry]:
             )
         if token_name in found or digest in digests:
             raise RequestError(f"{where}: token {token_name!r} is there already; leave one line for each token")
-        found[token_name] = Entry(token_name, known, digest)
+        found[token_name] = TokenEntry(token_name, known, digest)
         digests.add(digest)
     return list(found.values())

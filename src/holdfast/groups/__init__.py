@@ -8,7 +8,7 @@ clock, and no two nodes' clocks are ever compared:
                  the node that claimed   or `StopLeader`
     Agent        one per connected       all shared subscriptions of a session (`NoAgent` if groups are disabled)
                  session
-    LeaseMember  one per batch reader    the same for Spark and other bulk readers
+    BatchMember  one per batch reader    the same for Spark and other bulk readers
 
 A driver's rules:
 
@@ -21,7 +21,7 @@ A driver's rules:
 
 Where `Send(to, message)` goes, by `to.kind`: `registry` to the node's registry; `leader` to the leader of the group
 `to.name`, or, if this node has none, to its registry; `agent` to the agent whose `address` is `to`; `lease` to the
-lease member; `asker` to whoever sent that `Ask`. Nobody there: drop it (for an agent's, `farewell` spares the leader a
+batch member; `asker` to whoever sent that `Ask`. Nobody there: drop it (for an agent's, `farewell` spares the leader a
 wait). `wire.encode` and `wire.decode` turn messages into bytes.
 
     effect                       what the host does                          what it answers, to whom
@@ -55,26 +55,26 @@ Operators send `Ask` to the nearest registry, again and again until `Answer` com
 leader `Retreat` and each agent `Closed`, and wait a little.
 """
 
-from holdfast.effects import GroupId, MemberId, Piece
-from holdfast.groups.agent import Agent, AnyAgent, NoAgent, farewell
-from holdfast.groups.leader import Leader
-from holdfast.groups.lease import LeaseMember
+from holdfast.groups.leading.leader import Leader
+from holdfast.groups.leading.registry import Registry
+from holdfast.groups.member.agent import Agent, AnyAgent, NoAgent, farewell
+from holdfast.groups.member.batch_member import BatchMember
 from holdfast.groups.progress import Done, slice_of
+from holdfast.groups.protocol.nouns import GroupId, MemberId, Piece
 from holdfast.groups.record import GroupRecord
-from holdfast.groups.registry import Registry
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
 from holdfast.groups.shares import is_shared, parse_share
 
 __all__ = [
     "Agent",
     "AnyAgent",
+    "BatchMember",
     "Done",
     "ElectionSettings",
     "GroupId",
     "GroupRecord",
     "Leader",
     "LeaderSettings",
-    "LeaseMember",
     "MemberId",
     "MemberSettings",
     "NoAgent",

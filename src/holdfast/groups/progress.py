@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from zlib import crc32
 
 from holdfast.cursors import Cursor
-from holdfast.effects import Layer, Mark, Piece
 from holdfast.errors import RequestError
+from holdfast.groups.protocol.nouns import Layer, Mark, Piece
 from holdfast.model import Stream
 
 

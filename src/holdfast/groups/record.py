@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from holdfast.cursors import cursor_key
-from holdfast.effects import NO_POLICY, GroupId, Policy, Save
 from holdfast.errors import RequestError
 from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.effects import Save
+from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Policy
 from holdfast.model import Stream
 
 Order = Literal["strict", "parallel"]

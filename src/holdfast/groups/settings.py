@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSettings:
-    """For borrowers and lease members."""
+    """For borrowers and batch members."""
 
     find_leader_seconds: float = 0.2
     """How soon a member that found no leader asks again."""

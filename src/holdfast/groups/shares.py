@@ -5,8 +5,8 @@ One surprising rule: `$queue/` too names a group here, as seed 001 writes it; th
 
 from __future__ import annotations
 
-from holdfast.effects import GroupId
 from holdfast.errors import RequestError
+from holdfast.groups.protocol.nouns import GroupId
 from holdfast.topics import check_filter
 
 PREFIXES = ("$share", "$shared", "$shares", "$queue")

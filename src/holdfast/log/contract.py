@@ -43,7 +43,7 @@ class Generation(NamedTuple):
     sealed_at: Micros | None
 
 
-class Entry(NamedTuple):
+class BlockEntry(NamedTuple):
     """A block's line in the directory."""
 
     base: int
@@ -237,10 +237,10 @@ class Backend(Protocol):
     def retained(self, log: str) -> list[Retained]:
         """Every retained message of a log."""
 
-    def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
+    def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         """The directory from the block that holds `offset` on (or the first after it)."""
 
-    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[Entry]:
+    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[BlockEntry]:
         """For each of these offsets the block that holds it, each block once, in order."""
 
     def bodies(self, ids: Sequence[int]) -> dict[int, Data]:
@@ -261,7 +261,7 @@ class Backend(Protocol):
     def sweep(self, blocks_max: int) -> int:
         """Delete up to this many blocks of dropped generations, or bodies merged into others; 0: none is left."""
 
-    def replace(self, stream: int, old: Sequence[Entry], block: NewBlock) -> bool:
+    def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
         """Put one block in the place of adjacent ones; False if they are no longer what they were."""
 
     def indexed_to(self, stream: int) -> int:

@@ -43,7 +43,7 @@ FILE_SCHEMA = pa.schema(
 """A lake file's columns. Log, date and generation are in its path."""
 
 
-class Loaded:
+class LoadedFile:
     """One file's rows, in order of shard and offset."""
 
     def __init__(self, table: pa.Table):
@@ -76,15 +76,15 @@ class _Cache:
 
     def __init__(self, bytes_max: int = CACHE_BYTES):
         self._bytes_max, self._bytes = bytes_max, 0
-        self._files: OrderedDict[str, Loaded] = OrderedDict()
+        self._files: OrderedDict[str, LoadedFile] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: str) -> Loaded:
+    def get(self, path: str) -> LoadedFile:
         with self._lock:
             if path in self._files:
                 self._files.move_to_end(path)
                 return self._files[path]
-        loaded = Loaded(_read_file(path))
+        loaded = LoadedFile(_read_file(path))
         with self._lock:
             if path not in self._files:
                 self._files[path] = loaded

@@ -19,9 +19,9 @@ from holdfast.log.cache import BlockCache
 from holdfast.log.contract import (
     Appended,
     Backend,
+    BlockEntry,
     Chunk,
     Data,
-    Entry,
     Generation,
     Head,
     Key,
@@ -32,7 +32,7 @@ from holdfast.log.contract import (
     Skipped,
 )
 from holdfast.log.plan import Planner
-from holdfast.log.watch import Watch, Watcher
+from holdfast.log.watch import LogWatch, Watcher
 from holdfast.model import (
     At,
     Batch,
@@ -265,7 +265,7 @@ class Log:
         at_end = head.sealed and found.next_offset >= head.next_offset
         return Reading(found.chunks, found.next_offset, at_end, found.skipped, found.blocks_read)
 
-    def _collect(self, found: _Collector, entries: Sequence[Entry], on_corrupt: str) -> bool:
+    def _collect(self, found: _Collector, entries: Sequence[BlockEntry], on_corrupt: str) -> bool:
         """Take what fits from these blocks. False: one of them is no longer there."""
         at = 0
         while at < len(entries) and not found.full:
@@ -291,7 +291,9 @@ class Log:
             at += len(take)
         return True
 
-    def _bodies(self, stream: Stream, entries: Sequence[Entry], found: _Collector) -> dict[int, pa.RecordBatch | None]:
+    def _bodies(
+        self, stream: Stream, entries: Sequence[BlockEntry], found: _Collector
+    ) -> dict[int, pa.RecordBatch | None]:
         """Decoded blocks by body id, None for a corrupt one, missing if merged away."""
         cached = {e.body: self.cache.get(e.body) for e in entries}
         missing = [e for e in entries if cached[e.body] is None]
@@ -388,7 +390,7 @@ class Log:
 
     # -- watching ------------------------------------------------------------------------------------
 
-    def watch(self, callback: Callable[[str], None]) -> Watch:
+    def watch(self, callback: Callable[[str], None]) -> LogWatch:
         """Have `callback(log)` called after appends, seals and drops, by any process, until closed.
 
         A hint, never a promise: it may come late, twice, or once for several commits. It is called on the
@@ -419,7 +421,7 @@ class _Collector:
         self.blocks_read = 0
         self.full = False
 
-    def take(self, entry: Entry, batch: pa.RecordBatch) -> None:
+    def take(self, entry: BlockEntry, batch: pa.RecordBatch) -> None:
         first = max(0, self.next_offset - entry.base)
         rows = None
         if self.wanted is not None:
@@ -447,7 +449,7 @@ class _Collector:
         self.full = self.full or self.rows_left <= 0 or self.bytes_left <= 0
 
     def _fit(
-        self, entry: Entry, part: pa.RecordBatch, rows: pa.Int64Array | None, first: int, past: int
+        self, entry: BlockEntry, part: pa.RecordBatch, rows: pa.Int64Array | None, first: int, past: int
     ) -> tuple[pa.RecordBatch, pa.Int64Array | None, int]:
         """Cut to the bytes that are left, but never to nothing while nothing has been taken."""
         if part.num_rows == 0 or _weight(entry, part) <= self.bytes_left:
@@ -463,18 +465,18 @@ class _Collector:
         past = entry.base + int(rows[fits].as_py())
         return part.slice(0, fits), rows.slice(0, fits), past
 
-    def skip(self, entry: Entry, reason: str) -> None:
+    def skip(self, entry: BlockEntry, reason: str) -> None:
         first = max(self.next_offset, entry.base)
         past = min(entry.past, self._end)
         self.skipped.append(Skipped(self.stream, first, past, reason))
         self.next_offset = past
 
 
-def _weight(entry: Entry, part: pa.RecordBatch) -> int:
+def _weight(entry: BlockEntry, part: pa.RecordBatch) -> int:
     return entry.bytes * int(part.num_rows) // entry.messages
 
 
-def _some(entries: Sequence[Entry], at: int, found: _Collector) -> Sequence[Entry]:
+def _some(entries: Sequence[BlockEntry], at: int, found: _Collector) -> Sequence[BlockEntry]:
     """As many blocks as are worth fetching in one go."""
     room = min(found.bytes_left, _FETCH_BYTES)
     rows = found.rows_left if found.wanted is None else ROWS_MAX
@@ -500,7 +502,7 @@ def _block(rows: Batch, now: Micros) -> tuple[Data, pa.RecordBatch | None, Micro
     return blocks.encode(batch), batch, oldest, newest
 
 
-def _open_block(data: bytes | memoryview, entry: Entry) -> pa.RecordBatch | None:
+def _open_block(data: bytes | memoryview, entry: BlockEntry) -> pa.RecordBatch | None:
     if blocks.checksum(data) != entry.checksum:
         return None
     batch = blocks.decode(data)

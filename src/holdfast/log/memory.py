@@ -8,12 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import UnknownStream
-from holdfast.log.contract import Data, Entry, Generation, Head, Key, Landed, NewBlock, Retained, Run, check_expected
+from holdfast.log.contract import (
+    BlockEntry,
+    Data,
+    Generation,
+    Head,
+    Key,
+    Landed,
+    NewBlock,
+    Retained,
+    Run,
+    check_expected,
+)
 from holdfast.model import Micros, Stream
 
 
 @dataclass(slots=True)
-class _Stream:
+class _MemoryStream:
     id: int
     name: Stream
     next_offset: int = 0
@@ -21,7 +32,7 @@ class _Stream:
     oldest: Micros | None = None
     newest: Micros | None = None
     sealed: bool = False
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[BlockEntry] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
     def head(self) -> Head:
@@ -40,8 +51,8 @@ class MemoryLog:
         self._lock = threading.RLock()
         self._logs: dict[str, str] = {}
         self._generations: dict[str, dict[int, Generation]] = {}
-        self._streams: dict[Stream, _Stream] = {}
-        self._by_id: dict[int, _Stream] = {}
+        self._streams: dict[Stream, _MemoryStream] = {}
+        self._by_id: dict[int, _MemoryStream] = {}
         self._bodies: dict[int, tuple[bytes, Data]] = {}
         self._topics: dict[tuple[str, int], set[str]] = {}
         self._writers: dict[str, tuple[int, list[Landed], Micros]] = {}
@@ -60,7 +71,7 @@ class MemoryLog:
         self._topics[log, generation.number] = set()
         for shard in range(generation.shards):
             name = Stream(log, shard, generation.number)
-            stream = _Stream(max(self._by_id, default=0) + 1, name)
+            stream = _MemoryStream(max(self._by_id, default=0) + 1, name)
             self._streams[name] = self._by_id[stream.id] = stream
 
     def logs(self) -> dict[str, str]:
@@ -122,22 +133,22 @@ class MemoryLog:
                 self._writers[key.writer] = (key.sequence, landed, now)
             return landed, False
 
-    def _store(self, base: int, newest: Micros, block: NewBlock) -> Entry:
+    def _store(self, base: int, newest: Micros, block: NewBlock) -> BlockEntry:
         self._last_body += 1
         self._bodies[self._last_body] = (block.hashes, block.data)
-        return Entry(base, block.messages, len(block.data), newest, block.checksum, self._last_body)
+        return BlockEntry(base, block.messages, len(block.data), newest, block.checksum, self._last_body)
 
     def retained(self, log: str) -> list[Retained]:
         with self._lock:
             return [last for (name, _), last in self._retained.items() if name == log]
 
-    def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
+    def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         with self._lock:
             found = self._by_id[stream]
             at = found.at(offset)
             return found.entries[at : at + limit]
 
-    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[Entry]:
+    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[BlockEntry]:
         with self._lock:
             found = self._by_id[stream]
             places = sorted({found.at(offset) for offset in offsets})
@@ -180,7 +191,7 @@ class MemoryLog:
     def sweep(self, blocks_max: int) -> int:
         return 0
 
-    def replace(self, stream: int, old: Sequence[Entry], block: NewBlock) -> bool:
+    def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
         with self._lock:
             found = self._by_id[stream]
             at = found.at(old[0].base)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.log import index
-from holdfast.log.contract import Backend, Entry, Head
+from holdfast.log.contract import Backend, BlockEntry, Head
 from holdfast.topics import Wanted
 
 _PLANS_MAX = 1024
@@ -39,7 +39,7 @@ class Planner:
         self._plans: OrderedDict[tuple[int, str], _Plan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def page(self, head: Head, offset: int, wanted: Wanted | None, limit: int) -> tuple[list[Entry], int]:
+    def page(self, head: Head, offset: int, wanted: Wanted | None, limit: int) -> tuple[list[BlockEntry], int]:
         """The next blocks to look into from `offset` on, and the offset below which that settles it."""
         plan = None
         if wanted is not None and not wanted.everything:
@@ -55,7 +55,7 @@ class Planner:
             return self._from_runs(head, offset, plan, limit)
         return self._from_blocks(head, offset, plan, limit)
 
-    def _from_runs(self, head: Head, offset: int, plan: _Plan, limit: int) -> tuple[list[Entry], int]:
+    def _from_runs(self, head: Head, offset: int, plan: _Plan, limit: int) -> tuple[list[BlockEntry], int]:
         at = int(np.searchsorted(plan.offsets, offset, "right"))
         # The block that holds `offset` may have begun before it.
         chosen = plan.offsets[max(0, at - 1) : at + limit]
@@ -64,7 +64,7 @@ class Planner:
         settled = plan.past if at + limit >= len(plan.offsets) else entries[-1].past
         return entries, settled
 
-    def _from_blocks(self, head: Head, offset: int, plan: _Plan, limit: int) -> tuple[list[Entry], int]:
+    def _from_blocks(self, head: Head, offset: int, plan: _Plan, limit: int) -> tuple[list[BlockEntry], int]:
         tail = [e for e in self._backend.entries(head.id, offset, limit) if e.base < plan.settled]
         stored = self._backend.hashes([entry.body for entry in tail])
         hits = [e for e in tail if e.body not in stored or index.contains_any(stored[e.body], plan.hashes)]

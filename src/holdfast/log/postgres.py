@@ -19,8 +19,8 @@ import psycopg
 from holdfast.errors import StoreError, UnknownStream
 from holdfast.jitter import chance
 from holdfast.log.contract import (
+    BlockEntry,
     Data,
-    Entry,
     Generation,
     Head,
     Key,
@@ -31,7 +31,7 @@ from holdfast.log.contract import (
     check_expected,
     placed_from,
 )
-from holdfast.log.watch import Changes, Watcher
+from holdfast.log.watch import LogChanges, Watcher
 from holdfast.model import Micros, Stream
 from holdfast.store.postgres import Connection, PostgresStore
 
@@ -193,7 +193,7 @@ class PostgresLog:
         query = "select topic, payload, publisher, flags, properties, time from retained where log = %s"
         return [Retained(*row) for row in self._all(query, (log,), binary=True)]
 
-    def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
+    def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         query = """
             select base, messages, bytes, newest, checksum, body from blocks
             where stream = %(stream)s and base + messages > %(offset)s and base >= coalesce(
@@ -201,16 +201,16 @@ class PostgresLog:
             order by base limit %(limit)s
         """
         rows = self._all(query, {"stream": stream, "offset": offset, "limit": limit})
-        return [Entry(*row) for row in rows]
+        return [BlockEntry(*row) for row in rows]
 
-    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[Entry]:
+    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[BlockEntry]:
         query = """
             select distinct b.base, b.messages, b.bytes, b.newest, b.checksum, b.body
             from unnest(%s::bigint[]) as wanted (at), lateral (
                 select * from blocks where stream = %s and base <= wanted.at order by base desc limit 1
             ) b order by b.base
         """
-        return [Entry(*row) for row in self._all(query, (list(offsets), stream))]
+        return [BlockEntry(*row) for row in self._all(query, (list(offsets), stream))]
 
     def bodies(self, ids: Sequence[int]) -> dict[int, Data]:
         return dict(self._all("select id, data from bodies where id = any(%s)", (list(ids),), binary=True))
@@ -276,7 +276,7 @@ class PostgresLog:
                     db.execute(f"delete from {table} where log = %s and generation = %s", row)
             return max(1, len(doomed))
 
-    def replace(self, stream: int, old: Sequence[Entry], block: NewBlock) -> bool:
+    def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
         with self.store.write() as db:
             gone = db.execute(
                 "delete from blocks b using unnest(%s::bigint[], %s::bigint[]) as old (base, body)"
@@ -382,14 +382,14 @@ class PostgresWatcher(Watcher):
         self._notifications = notifications
 
     def _listen(self, ready: threading.Event) -> None:
-        changes: Changes | None = None
+        changes: LogChanges | None = None
         while not self._stop.is_set():
             try:
                 with self._log.store.connect() as db:
                     if self._notifications:
                         db.execute(f"listen {CHANNEL}")
                     if changes is None:
-                        changes = Changes(self._log.totals, lambda log: self._own.get(log, 0))
+                        changes = LogChanges(self._log.totals, lambda log: self._own.get(log, 0))
                     ready.set()
                     while not self._stop.is_set():
                         for log in changes.since_last():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import RequestError
 from holdfast.log import blocks, index
-from holdfast.log.contract import Backend, Entry, Head, NewBlock
+from holdfast.log.contract import Backend, BlockEntry, Head, NewBlock
 from holdfast.log.log import Log
 
 FULL_ROWS = 1000
@@ -174,14 +174,14 @@ def _merge_once(backend: Backend, head: Head, pace: Pace) -> int:
     return merged
 
 
-def _full(entry: Entry) -> bool:
+def _full(entry: BlockEntry) -> bool:
     return entry.messages >= FULL_ROWS or entry.bytes >= FULL_BYTES
 
 
-def _groups(entries: Sequence[Entry], take_rest: bool) -> list[list[Entry]]:
+def _groups(entries: Sequence[BlockEntry], take_rest: bool) -> list[list[BlockEntry]]:
     """Adjacent small blocks that together make a full one, or are many; a rest waits for more."""
-    groups: list[list[Entry]] = []
-    open_: list[Entry] = []
+    groups: list[list[BlockEntry]] = []
+    open_: list[BlockEntry] = []
     for entry in entries:
         if _full(entry):
             if len(open_) > 1:
@@ -198,7 +198,7 @@ def _groups(entries: Sequence[Entry], take_rest: bool) -> list[list[Entry]]:
     return groups
 
 
-def _merge(backend: Backend, head: Head, group: Sequence[Entry]) -> bool:
+def _merge(backend: Backend, head: Head, group: Sequence[BlockEntry]) -> bool:
     stored = backend.bodies([entry.body for entry in group])
     if len(stored) != len(group) or any(blocks.checksum(stored[e.body]) != e.checksum for e in group):
         return False  # changed meanwhile, or corrupt: a corrupt block stays by itself, to cost no other
@@ -231,7 +231,7 @@ def index_full(backend: Backend, head: Head, pace: Pace) -> int:
         pace.step()
 
 
-def _settled(entries: Sequence[Entry], ended: bool) -> Sequence[Entry]:
+def _settled(entries: Sequence[BlockEntry], ended: bool) -> Sequence[BlockEntry]:
     """The blocks of a run that merging has left as they are; a small one among full ones counts as well."""
     if ended:
         return entries

@@ -11,8 +11,8 @@ from typing import Any
 
 from holdfast.errors import StoreError
 from holdfast.log.contract import (
+    BlockEntry,
     Data,
-    Entry,
     Generation,
     Head,
     Key,
@@ -23,7 +23,7 @@ from holdfast.log.contract import (
     check_expected,
     placed_from,
 )
-from holdfast.log.watch import Changes, Watcher
+from holdfast.log.watch import LogChanges, Watcher
 from holdfast.model import Micros, Stream
 from holdfast.store.sqlite import SqliteStore
 
@@ -137,10 +137,10 @@ class SqliteLog:
             )
             return [Retained(*row) for row in rows]
 
-    def entries(self, stream: int, offset: int, limit: int) -> list[Entry]:
+    def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         with self.store.read() as db:
             return [
-                Entry(*row)
+                BlockEntry(*row)
                 for row in db.execute(
                     "select base, messages, bytes, newest, checksum, body from blocks"
                     " where stream = ?1 and base >= coalesce((select max(base) from blocks where stream = ?1"
@@ -149,8 +149,8 @@ class SqliteLog:
                 )
             ]
 
-    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[Entry]:
-        found: dict[int, Entry] = {}
+    def entries_at(self, stream: int, offsets: Sequence[int]) -> list[BlockEntry]:
+        found: dict[int, BlockEntry] = {}
         with self.store.read() as db:
             for offset in offsets:
                 row = db.execute(
@@ -159,7 +159,7 @@ class SqliteLog:
                     (stream, offset),
                 ).fetchone()
                 if row is not None:
-                    found[row[0]] = Entry(*row)
+                    found[row[0]] = BlockEntry(*row)
         return [found[base] for base in sorted(found)]
 
     def bodies(self, ids: Sequence[int]) -> dict[int, Data]:
@@ -232,7 +232,7 @@ class SqliteLog:
                     db.execute(f"delete from {table} where log = ? and generation = ?", row)
             return max(1, len(doomed))
 
-    def replace(self, stream: int, old: Sequence[Entry], block: NewBlock) -> bool:
+    def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
         with self.store.write() as db:
             those = "from blocks where stream = ? and base >= ? and base < ?"
             place = (stream, old[0].base, old[-1].past)
@@ -343,7 +343,7 @@ class SqliteWatcher(Watcher):
     def _listen(self, ready: threading.Event) -> None:
         with self._store.read() as db:
             version = db.execute("pragma data_version").fetchone()
-            changes = Changes(lambda: _totals(db), lambda log: self._own.get(log, 0))
+            changes = LogChanges(lambda: _totals(db), lambda log: self._own.get(log, 0))
             ready.set()
             while not self._stop.wait(self._poll_seconds):
                 with suppress(sqlite3.OperationalError):  # busy or out of room: the next look will tell

@@ -25,7 +25,7 @@ from holdfast.store.postgres import Connection
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StagedBatch:
     """One batch of one writer, on its way into one log."""
 
     log: str
@@ -71,11 +71,11 @@ class Staging(Protocol):
     """What a store must do for it. Every method is one transaction."""
 
     def stage(
-        self, batch: Batch, task: str, place: int, shards: int, made: Sequence[tuple[NewBlock, str]], now: Micros
+        self, batch: StagedBatch, task: str, place: int, shards: int, made: Sequence[tuple[NewBlock, str]], now: Micros
     ) -> None:
         """Keep the blocks, each with a JSON list of its topics; durable on return, visible to nobody."""
 
-    def publish(self, batch: Batch, tasks: Sequence[Task], position: str | None, now: Micros) -> Landing:
+    def publish(self, batch: StagedBatch, tasks: Sequence[Task], position: str | None, now: Micros) -> Landing:
         """Land exactly what these tasks staged, in the order of their partitions, once.
 
         RequestError if something they staged is not there; nothing has been changed then.
@@ -84,10 +84,10 @@ class Staging(Protocol):
     def landed(self, log: str, writer: str) -> tuple[int, str | None] | None:
         """The writer's last batch in the ledger, and the position kept with it."""
 
-    def blocks(self, batch: Batch, task: str) -> list[StagedBlock]:
+    def blocks(self, batch: StagedBatch, task: str) -> list[StagedBlock]:
         """What a task has staged, in order."""
 
-    def forget(self, batch: Batch, tasks: Iterable[str] | None = None) -> int:
+    def forget(self, batch: StagedBatch, tasks: Iterable[str] | None = None) -> int:
         """Throw away what these tasks (or all) have staged for a batch; what has been published is not touched."""
 
     def sweep(self, before: Micros) -> int:
@@ -164,7 +164,7 @@ class SqliteStaging:
         self._store = backend.store
 
     def stage(
-        self, batch: Batch, task: str, place: int, shards: int, made: Sequence[tuple[NewBlock, str]], now: Micros
+        self, batch: StagedBatch, task: str, place: int, shards: int, made: Sequence[tuple[NewBlock, str]], now: Micros
     ) -> None:
         mine = (batch.writer, batch.number, task)
         with self._store.write() as db:
@@ -178,7 +178,7 @@ class SqliteStaging:
                     (batch.log, *mine, place + at, shards, *_described(block), body, topics, now),
                 )
 
-    def publish(self, batch: Batch, tasks: Sequence[Task], position: str | None, now: Micros) -> Landing:
+    def publish(self, batch: StagedBatch, tasks: Sequence[Task], position: str | None, now: Micros) -> Landing:
         with self._store.write() as db:
             if self._seen(db, batch):
                 self._forget(db, batch, None)
@@ -207,14 +207,14 @@ class SqliteStaging:
             )
         return Landing(sum(block.messages for block in blocks))
 
-    def _seen(self, db: sqlite3.Connection, batch: Batch) -> bool:
+    def _seen(self, db: sqlite3.Connection, batch: StagedBatch) -> bool:
         row = db.execute("select batch from ledger where log = ? and writer = ?", (batch.log, batch.writer)).fetchone()
         return row is not None and int(row[0]) >= batch.number
 
     def _insert(
         self,
         db: sqlite3.Connection,
-        batch: Batch,
+        batch: StagedBatch,
         generation: int,
         tasks: Sequence[Task],
         placed: Sequence[_Placed],
@@ -249,18 +249,18 @@ class SqliteStaging:
             ).fetchone()
         return None if row is None else (int(row[0]), row[1])
 
-    def blocks(self, batch: Batch, task: str) -> list[StagedBlock]:
+    def blocks(self, batch: StagedBatch, task: str) -> list[StagedBlock]:
         with self._store.read() as db:
             return self._blocks(db, batch, task)
 
-    def _blocks(self, db: sqlite3.Connection, batch: Batch, task: str) -> list[StagedBlock]:
+    def _blocks(self, db: sqlite3.Connection, batch: StagedBatch, task: str) -> list[StagedBlock]:
         rows = db.execute(
             f"select {_COLUMNS} from staged where log = ? and writer = ? and batch = ? and task = ? order by place",
             (batch.log, batch.writer, batch.number, task),
         )
         return [StagedBlock(*row) for row in rows]
 
-    def forget(self, batch: Batch, tasks: Iterable[str] | None = None) -> int:
+    def forget(self, batch: StagedBatch, tasks: Iterable[str] | None = None) -> int:
         with self._store.write() as db:
             gone = 0
             for task in [None] if tasks is None else tasks:
@@ -270,7 +270,7 @@ class SqliteStaging:
                 gone += _throw_away(db, f"log = ? and {which}", [batch.log, *parameters])
             return gone
 
-    def _forget(self, db: sqlite3.Connection, batch: Batch, landed: Sequence[str] | None) -> None:
+    def _forget(self, db: sqlite3.Connection, batch: StagedBatch, landed: Sequence[str] | None) -> None:
         """Everything staged for the batch goes; bodies of tasks that have landed stay."""
         for task in landed or ():
             db.execute(
@@ -308,7 +308,7 @@ class PostgresStaging:
         self._instance = backend.instance
 
     def stage(
-        self, batch: Batch, task: str, place: int, shards: int, made: Sequence[tuple[NewBlock, str]], now: Micros
+        self, batch: StagedBatch, task: str, place: int, shards: int, made: Sequence[tuple[NewBlock, str]], now: Micros
     ) -> None:
         def attempt() -> None:
             with self._store.write() as db:
@@ -336,7 +336,7 @@ class PostgresStaging:
         mine = (batch.writer, batch.number, task)
         self._store.retrying(attempt)
 
-    def publish(self, batch: Batch, tasks: Sequence[Task], position: str | None, now: Micros) -> Landing:
+    def publish(self, batch: StagedBatch, tasks: Sequence[Task], position: str | None, now: Micros) -> Landing:
         tries = 0
 
         def attempt() -> Landing:
@@ -356,7 +356,7 @@ class PostgresStaging:
         return landing
 
     def _publish(
-        self, db: Connection, batch: Batch, tasks: Sequence[Task], position: str | None, now: Micros
+        self, db: Connection, batch: StagedBatch, tasks: Sequence[Task], position: str | None, now: Micros
     ) -> Landing | None:
         news = db.execute(
             "insert into ledger values (%s, %s, %s, %s, %s) on conflict (log, writer) do update set"
@@ -400,7 +400,7 @@ class PostgresStaging:
     def _insert(
         self,
         db: Connection,
-        batch: Batch,
+        batch: StagedBatch,
         generation: int,
         names: list[str],
         placed: Sequence[_Placed],
@@ -445,14 +445,14 @@ class PostgresStaging:
         rows = self._all("select batch, position from ledger where log = %s and writer = %s", (log, writer))
         return (int(rows[0][0]), rows[0][1]) if rows else None
 
-    def blocks(self, batch: Batch, task: str) -> list[StagedBlock]:
+    def blocks(self, batch: StagedBatch, task: str) -> list[StagedBlock]:
         rows = self._all(
             f"select {_COLUMNS} from staged where log = %s and writer = %s and batch = %s and task = %s order by place",
             (batch.log, batch.writer, batch.number, task),
         )
         return [StagedBlock(*row) for row in rows]
 
-    def forget(self, batch: Batch, tasks: Iterable[str] | None = None) -> int:
+    def forget(self, batch: StagedBatch, tasks: Iterable[str] | None = None) -> int:
         which, parameters = "log = %s and writer = %s and batch = %s", [batch.log, batch.writer, batch.number]
         if tasks is not None:
             which, parameters = f"{which} and task = any(%s)", [*parameters, list(tasks)]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 
-class Watch:
+class LogWatch:
     """One listener, until closed."""
 
     def __init__(self, watcher: Watcher, callback: Callable[[str], None]):
@@ -24,15 +24,15 @@ class Watcher:
     """Tells listeners in this process. Stores that several processes share extend it with `_listen`."""
 
     def __init__(self) -> None:
-        self._watches: tuple[Watch, ...] = ()
+        self._watches: tuple[LogWatch, ...] = ()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._own: dict[str, int] = {}
         """Messages this process appended: what a poll finds beyond them came from others."""
 
-    def add(self, callback: Callable[[str], None]) -> Watch:
-        watch = Watch(self, callback)
+    def add(self, callback: Callable[[str], None]) -> LogWatch:
+        watch = LogWatch(self, callback)
         with self._lock:
             self._watches = (*self._watches, watch)
             if self._thread is None and type(self)._listen is not Watcher._listen:
@@ -44,7 +44,7 @@ class Watcher:
                 ready.wait(10)
         return watch
 
-    def remove(self, watch: Watch) -> None:
+    def remove(self, watch: LogWatch) -> None:
         with self._lock:
             self._watches = tuple(w for w in self._watches if w is not watch)
 
@@ -67,7 +67,7 @@ class Watcher:
             self._thread.join(5)
 
 
-class Changes:
+class LogChanges:
     """Compares totals between polls: which logs did others change?"""
 
     def __init__(self, totals: Callable[[], dict[str, tuple[int, int]]], own: Callable[[str], int]):

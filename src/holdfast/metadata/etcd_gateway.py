@@ -102,7 +102,7 @@ class Gateway:
         result: Json = answer.get("result", answer)
         return result
 
-    def stream(self, path: str, message: Json) -> Stream:
+    def stream(self, path: str, message: Json) -> WatchStream:
         """The answers to one message, for as long as etcd has any."""
         connection = self._connect()
         connection.sock.settimeout(SILENCE_SECONDS)
@@ -111,7 +111,7 @@ class Gateway:
         except OSError as error:
             connection.close()
             raise self._away(error) from error
-        return Stream(self, connection)
+        return WatchStream(self, connection)
 
     def refusal(self, answer: Json, repeatable: bool) -> Exception:
         error = answer.get("error", "")
@@ -172,7 +172,7 @@ class Gateway:
             connection.close()
 
 
-class Stream:
+class WatchStream:
     """Answers as they come. Any thread may `stop` it; the one that reads closes it."""
 
     def __init__(self, gateway: Gateway, connection: http.client.HTTPConnection):

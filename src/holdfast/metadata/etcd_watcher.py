@@ -17,7 +17,7 @@ from typing import Protocol
 from holdfast.errors import HoldfastError, RequestError
 from holdfast.jitter import chance
 from holdfast.metadata.entries import Deleted, Entry, Event, Put
-from holdfast.metadata.etcd_gateway import Gateway, Json, Stream, decode
+from holdfast.metadata.etcd_gateway import Gateway, Json, WatchStream, decode
 from holdfast.metadata.watch import Watch
 
 
@@ -38,7 +38,7 @@ class EtcdWatcher:
         """Guards the set of watches and the stream; notified when the set changes."""
         self._watches: list[Watch] = []
         self._round = 0  # grows with every change of the set, so an outdated stream is recognised
-        self._stream: Stream | None = None
+        self._stream: WatchStream | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 

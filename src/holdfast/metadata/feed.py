@@ -1,6 +1,6 @@
 """One thread that tells all watches of a metadata store what changed, and ends leases when they are due.
 
-It runs from the first `watch` on, over a connection of its own (a `Line`), and asks for everything after the
+It runs from the first `watch` on, over a connection of its own (a `FeedLine`), and asks for everything after the
 last version it has seen. A lost connection is opened again and the same question asked, so nothing is missed;
 if the store has meanwhile forgotten deletions, the watches are brought up to date from what there is.
 """
@@ -37,7 +37,7 @@ class Changes:
     events: list[Event]
 
 
-class Line(Protocol):
+class FeedLine(Protocol):
     def changes(self, after: int, prefixes: list[str]) -> Changes: ...
 
     def snapshot(self, prefix: str) -> tuple[int, dict[str, Entry]]: ...
@@ -83,7 +83,7 @@ class Pause:
 
 
 class Feed:
-    def __init__(self, connect: Callable[[], AbstractContextManager[Line]]):
+    def __init__(self, connect: Callable[[], AbstractContextManager[FeedLine]]):
         self._connect = connect
         self._lock = threading.Lock()  # a watch begins between two deliveries, never during one
         self._watches: list[Watch] = []
@@ -132,7 +132,7 @@ class Feed:
                 while not self._closed and (left := until - time.monotonic()) > 0:
                     pause.sleep(left)
 
-    def _deliver(self, line: Line) -> float | None:
+    def _deliver(self, line: FeedLine) -> float | None:
         """Tell the watches what is new; how long there is nothing to do, but for changes."""
         with self._lock:
             self._watches = [watch for watch in self._watches if not watch.closed]

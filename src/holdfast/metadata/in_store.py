@@ -34,7 +34,7 @@ from holdfast.metadata.contract import (
     prefix_end,
 )
 from holdfast.metadata.entries import Change, Deleted, Entry, Event, Put
-from holdfast.metadata.feed import Changes, Feed, Line
+from holdfast.metadata.feed import Changes, Feed, FeedLine
 from holdfast.metadata.watch import Watch
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class InStore(Metadata):
         """
 
     @abstractmethod
-    def _line(self) -> AbstractContextManager[Line]:
+    def _line(self) -> AbstractContextManager[FeedLine]:
         """A connection for the feed."""
 
     def get(self, key: str) -> Entry | None:

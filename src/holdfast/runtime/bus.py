@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import psycopg
 
-from holdfast.effects import Address
 from holdfast.errors import RequestError, StoreError
-from holdfast.groups import wire
+from holdfast.groups.protocol import wire
 from holdfast.jitter import chance
+from holdfast.machine import Address
 from holdfast.store.postgres import PostgresStore
 
 logger = logging.getLogger("holdfast.bus")

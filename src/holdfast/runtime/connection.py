@@ -21,7 +21,7 @@ from holdfast.mqtt import packets as p
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, scan
 from holdfast.mqtt.reasons import Reason
 from holdfast.mqtt.wire import topic_name
-from holdfast.runtime.lease import is_lease
+from holdfast.runtime.batch_members import is_control
 from holdfast.sessions.session import NEVER, RELEASED, Rows, Session
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Connection(asyncio.Protocol):
         self.reading = False
         """A reader is fetching rows for this session."""
         self.membership: Membership | None = None
-        self.leases = False
-        """The client is, or was, a lease member here."""
+        self.has_batch_members = False
+        """The client is, or was, a batch member here."""
         self.slow_loans: dict[LoanFeed, None] = {}
         """Loans that are behind and wait for room."""
         self._buffer = b""
@@ -482,8 +482,8 @@ class Connection(asyncio.Protocol):
             raise PeerError("a PUBLISH without topic or alias", Reason.PROTOCOL_ERROR)
         qos, packet_id = packet.qos, packet.packet_id
         self._hold_back(len(topic) + len(packet.payload) + len(packet.properties))
-        if is_lease(topic):
-            self._answer(qos, packet_id, *self.node.groups.leases.hear(self, topic, packet.payload))
+        if is_control(topic):
+            self._answer(qos, packet_id, *self.node.groups.batch_members.hear(self, topic, packet.payload))
             return
         if not self._allowed(topic):
             self._answer(qos, packet_id, Reason.NOT_AUTHORIZED)

@@ -21,7 +21,7 @@ from holdfast.log.history import History
 from holdfast.model import Batch, Stream
 from holdfast.mqtt.trie import Trie
 from holdfast.runtime.ingest import LOG
-from holdfast.sessions.session import Rows, Session, Skipped
+from holdfast.sessions.session import Gap, Rows, Session
 from holdfast.topics import Wanted
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class Dispatcher:
 
     def _read(
         self, stream: Stream, at: int, until: int | None, wanted: Wanted | None
-    ) -> tuple[int, int, list[Rows], list[Skipped]]:
+    ) -> tuple[int, int, list[Rows], list[Gap]]:
         """On a reader's thread: from, to (-1: the stream is gone), rows, what could not be read."""
         try:
             reading = self._log.read(
@@ -370,8 +370,8 @@ class Dispatcher:
                     stream, at, topics=wanted, rows_max=READ_ROWS, bytes_max=self._pending_bytes_max
                 )
             except UnknownStream:
-                return at, -1, [], [Skipped(str(stream), at, None, str(error), time.time())]
-        lost = [Skipped(str(s), first, past, reason, time.time()) for s, first, past, reason in reading.skipped]
+                return at, -1, [], [Gap(str(stream), at, None, str(error), time.time())]
+        lost = [Gap(str(s), first, past, reason, time.time()) for s, first, past, reason in reading.skipped]
         return at, reading.next_offset, [rows_of(chunk) for chunk in reading.chunks], lost
 
     def _fed(
@@ -380,7 +380,7 @@ class Dispatcher:
         session: Session,
         stream: Stream,
         wanted: Wanted | None,
-        done: asyncio.Future[tuple[int, int, list[Rows], list[Skipped]]],
+        done: asyncio.Future[tuple[int, int, list[Rows], list[Gap]]],
     ) -> None:
         self._reading -= 1
         connection.reading = False

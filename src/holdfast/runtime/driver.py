@@ -12,20 +12,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.errors import BrokenInvariant
-from holdfast.groups.events import TICK
+from holdfast.machine import TICK, Machine
 
 logger = logging.getLogger("holdfast.groups")
 
 FAR_SECONDS, GRID_SECONDS = 0.2, 0.02
-
-
-class Machine(Protocol):
-    deadline: float
-
-    def handle(self, event: Any, now: float) -> list[Any]: ...
 
 
 class Driver:

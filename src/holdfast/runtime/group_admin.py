@@ -8,12 +8,12 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from holdfast import effects as fx
-from holdfast.effects import Address, GroupId
 from holdfast.errors import HoldfastError, RequestError
-from holdfast.groups import messages as m
+from holdfast.groups.protocol import messages as m
+from holdfast.groups.protocol.nouns import GroupId, Policy
+from holdfast.groups.protocol.view import GroupView, StreamHead
 from holdfast.groups.record import GroupRecord, expired, record_key
-from holdfast.groups.view import GroupView, Head
+from holdfast.machine import Address
 from holdfast.model import At, Beginning, Next, Start, Stream
 from holdfast.runtime.dispatch import rows_of
 from holdfast.runtime.ingest import LOG
@@ -41,11 +41,11 @@ class GroupAdmin:
     ) -> GroupRecord:
         """The group, made if it does not exist; it persists from that moment, with no member yet."""
         return await self._host.off(  # type: ignore[no-any-return]
-            self._declare, group, start, order, fx.Policy(ack_timeout_seconds, attempts_max), idle_seconds_max
+            self._declare, group, start, order, Policy(ack_timeout_seconds, attempts_max), idle_seconds_max
         )
 
     def _declare(
-        self, group: GroupId, start: Start | None, order: str, policy: fx.Policy, idle_seconds_max: float | None
+        self, group: GroupId, start: Start | None, order: str, policy: Policy, idle_seconds_max: float | None
     ) -> GroupRecord:
         while True:
             entry = self._host.metadata.get(record_key(group))
@@ -103,11 +103,11 @@ class GroupAdmin:
                 return view
             await asyncio.sleep(0.05)
 
-    async def heads_for(self, view: GroupView) -> dict[Stream, Head]:
+    async def heads_for(self, view: GroupView) -> dict[Stream, StreamHead]:
         """How far the streams go, and how old what the group has not acknowledged is."""
         return await self._host.off(self._heads_for, view)  # type: ignore[no-any-return]
 
-    def _heads_for(self, view: GroupView) -> dict[Stream, Head]:
+    def _heads_for(self, view: GroupView) -> dict[Stream, StreamHead]:
         floors: dict[Stream, int] = {}
         for piece, _, _, mark in view.pieces:
             floors[piece.stream] = min(floors.get(piece.stream, mark.offset), mark.offset)
@@ -119,7 +119,7 @@ class GroupAdmin:
                 chunks = self._host.log.read(head.stream, at, rows_max=1, on_corrupt="skip").chunks
                 times = rows_of(chunks[0]).times if chunks else None
                 oldest = times[0] if isinstance(times, list) else None
-            found[head.stream] = Head(head.next_offset, head.sealed, oldest)
+            found[head.stream] = StreamHead(head.next_offset, head.sealed, oldest)
         return found
 
     async def seek(self, group: GroupId, start: Start) -> None:
@@ -137,6 +137,6 @@ class GroupAdmin:
             if key.endswith("/record") and expired(entry.value, time.time()):
                 group = GroupRecord.from_json(entry.value).group
                 try:
-                    await self.ask(group, m.Delete(if_idle=True))
+                    await self.ask(group, m.DeleteGroup(if_idle=True))
                 except HoldfastError as error:
                     logger.info("idle group %s stays: %s", group, error)

@@ -14,23 +14,24 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from holdfast import effects as fx
-from holdfast.effects import Address, GroupId, Loan
 from holdfast.errors import HoldfastError
-from holdfast.groups import events as ev
-from holdfast.groups import messages as m
-from holdfast.groups.agent import Agent, farewell
-from holdfast.groups.leader import Leader
+from holdfast.groups.leading.leader import Leader
+from holdfast.groups.leading.registry import Registry
+from holdfast.groups.member.agent import Agent, farewell
+from holdfast.groups.protocol import effects as fx
+from holdfast.groups.protocol import events as ev
+from holdfast.groups.protocol import messages as m
+from holdfast.groups.protocol.nouns import GroupId, Loan
 from holdfast.groups.record import GroupRecord, claim_key, loaded, progress_key, record_key, stored
-from holdfast.groups.registry import Registry
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
+from holdfast.machine import Address, Send
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
 from holdfast.model import Batch, Stream
+from holdfast.runtime.batch_members import BatchMembers
 from holdfast.runtime.bus import LocalBus, PostgresBus
 from holdfast.runtime.dispatch import rows_of
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.ingest import LOG
-from holdfast.runtime.lease import LeaseMembers
 from holdfast.sessions.session import Session, Subscription
 from holdfast.sessions.shared import LoanFeed
 from holdfast.store.postgres import PostgresStore
@@ -82,7 +83,7 @@ class GroupHost:
         self.leaders: dict[str, Driver] = {}
         self.members: dict[str, Membership] = {}
         """By the agent's address name."""
-        self.leases = LeaseMembers(self)
+        self.batch_members = BatchMembers(self)
         self._by_connection: dict[Connection, Membership] = {}
         self._leases: dict[int, Lease] = {}
         self.asks: dict[str, asyncio.Future[m.Answer]] = {}
@@ -159,8 +160,8 @@ class GroupHost:
                 elif (group := self._group_of(message)) is not None:
                     for send in farewell(message, group, self.node_id):
                         self.send(send.to, send.message)
-            case "lease":
-                self.leases.deliver(to.name, message)
+            case "batch":
+                self.batch_members.deliver(to.name, message)
             case "asker":
                 waiting = self.asks.get(message.request)
                 if waiting is not None and not waiting.done():
@@ -175,7 +176,7 @@ class GroupHost:
 
     def _registry_effect(self, effect: Any) -> Awaitable[Any] | None:
         match effect:
-            case fx.Send(to, message):
+            case Send(to, message):
                 self.send(to, message)
             case fx.OpenLease(asked_at, seconds):
                 self._answer(self.registry, self._open_lease, asked_at, seconds)
@@ -267,7 +268,7 @@ class GroupHost:
 
     def _leader_effect(self, driver: Driver, effect: Any) -> Awaitable[Any] | None:
         match effect:
-            case fx.Send(to, message):
+            case Send(to, message):
                 self.send(to, message)
             case fx.Save():
                 return self.off(self._save, effect)
@@ -353,15 +354,15 @@ class GroupHost:
         """The session is (again) in this group, which exists or existed."""
         member = self.member(connection, session)
         member.subscriptions[group] = subscription
-        member.driver.on(ev.Subscribe(group, subscription.born))
+        member.driver.on(ev.JoinGroup(group, subscription.born))
 
     def unsubscribe(self, connection: Connection, group: GroupId) -> None:
         if (member := self._by_connection.get(connection)) is not None:
-            member.driver.on(ev.Unsubscribe(group))
+            member.driver.on(ev.QuitGroup(group))
 
     def leave(self, connection: Connection) -> None:
         """The connection is over: whatever it knows goes to the leaders, its loans go back."""
-        self.leases.forget(connection)
+        self.batch_members.forget(connection)
         member = self._by_connection.pop(connection, None)
         if member is None:
             return
@@ -418,7 +419,7 @@ class GroupHost:
 
     def agent_effect(self, member: Membership, effect: Any) -> Awaitable[Any] | None:
         match effect:
-            case fx.Send(to, message):
+            case Send(to, message):
                 self.send(to, message)
             case fx.StartReading(loan):
                 self._start_reading(member, effect)

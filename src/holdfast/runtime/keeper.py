@@ -19,7 +19,7 @@ from holdfast.groups.shares import is_shared
 from holdfast.metadata import Delete, Metadata, Put
 from holdfast.model import Stream
 from holdfast.runtime.ingest import LOG
-from holdfast.sessions.session import Session, Skipped, Subscription
+from holdfast.sessions.session import Gap, Session, Subscription
 
 logger = logging.getLogger("holdfast.keeper")
 
@@ -269,7 +269,7 @@ class Keeper:
         logger.error("%s; going on from the %s message", error, self._on_trimmed)
         if self._on_trimmed == "earliest":
             return None
-        session.skipped.append(Skipped(str(stream), since, head, str(error), time.time()))
+        session.skipped.append(Gap(str(stream), since, head, str(error), time.time()))
         return Cursor(head - 1)
 
     # -- cursors -----------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from holdfast.auth import authenticator
 from holdfast.auth.authenticator import Authenticator
 from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal
 from holdfast.cursors.cursor import cursor_key
-from holdfast.effects import GroupId
 from holdfast.errors import HoldfastError, PeerError
+from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
 from holdfast.log import open_log
 from holdfast.log.retention import RetentionSettings, maintain
@@ -36,7 +36,7 @@ from holdfast.runtime.metrics import Metrics
 from holdfast.runtime.subscriptions import Subscriptions
 from holdfast.runtime.wills import Wills
 from holdfast.sessions.retained import RetainedMessages
-from holdfast.sessions.session import NEVER, Rows, Session, Skipped
+from holdfast.sessions.session import NEVER, Gap, Rows, Session
 from holdfast.settings import AuthSettings, Settings
 from holdfast.store.postgres import PostgresStore
 
@@ -286,7 +286,7 @@ class Node:
                 await self.groups.join(connection, session, parse_share(filter_text), subscription)
             connection.pump()
 
-    def _trimmed(self, session: Session, gaps: list[Skipped]) -> None:
+    def _trimmed(self, session: Session, gaps: list[Gap]) -> None:
         """Retention was faster than this session: a record is kept, and the policy decides how it goes on."""
         for gap in gaps:
             logger.warning("%s: %s from offset %d on is gone: %s", session.client_id, gap.stream, gap.first, gap.reason)
@@ -483,10 +483,10 @@ class Node:
         return await done
 
 
-def auth_settings(chosen: AuthSettings) -> authenticator.AuthSettings:
+def auth_settings(chosen: AuthSettings) -> authenticator.AuthOptions:
     """An empty setting is none."""
     given = {name: value if value != "" else None for name, value in dataclasses.asdict(chosen).items()}
-    return authenticator.AuthSettings(**given)  # type: ignore[arg-type]
+    return authenticator.AuthOptions(**given)  # type: ignore[arg-type]
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], log: str) -> None:

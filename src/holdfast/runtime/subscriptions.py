@@ -13,10 +13,10 @@ from holdfast.model import At, Beginning, Next, Since, Start, Stream, parse_star
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
+from holdfast.runtime.batch_members import is_control
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.ingest import LOG
 from holdfast.runtime.keeper import record_of
-from holdfast.runtime.lease import is_lease
 from holdfast.sessions.session import Session, Subscription
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Subscriptions:
         for at, request in enumerate(packet.filters):
             if at % 50 == 49:
                 await asyncio.sleep(0)  # a long packet must not keep the others waiting
-            if is_lease(request.filter):
-                reasons.append(self._node.groups.leases.listen(connection, request.filter, start))
+            if is_control(request.filter):
+                reasons.append(self._node.groups.batch_members.listen(connection, request.filter, start))
                 continue
             reason = self._check_subscription(connection, session, request)
             if reason < 0x80 and last[request.filter] == at:  # of one filter given twice, the last counts
@@ -198,8 +198,8 @@ class Subscriptions:
             return b""
         reasons, gone = [], []
         for filter_text in packet.filters:
-            if is_lease(filter_text):
-                reasons.append(0x00 if self._node.groups.leases.unlisten(connection, filter_text) else 0x11)
+            if is_control(filter_text):
+                reasons.append(0x00 if self._node.groups.batch_members.unlisten(connection, filter_text) else 0x11)
                 continue
             if is_shared(filter_text):
                 found = session.shared.pop(filter_text, None)

@@ -48,12 +48,12 @@ class WillRecord(msgspec.Struct):
     """By the wall clock; 0 while its client is connected."""
 
 
-class Publish(Protocol):
+class PublishWill(Protocol):
     def __call__(self, client_id: str, will: p.Will, done: Callable[[bool], None]) -> None: ...
 
 
 class Wills:
-    def __init__(self, keeper: Keeper, node_id: str | None, publish: Publish):
+    def __init__(self, keeper: Keeper, node_id: str | None, publish: PublishWill):
         self._keeper, self._publish = keeper, publish
         self._node_id = node_id
         """The node's name; empty: the store is its alone; None: it has none, and stores nothing."""

@@ -79,7 +79,7 @@ class Subscription:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class Gap:
     """A record of what a session did not get, and why."""
 
     stream: str
@@ -126,7 +126,7 @@ class Session:
         self.dirty: set[Stream] = set()
         self.touched: dict[Any, None] = {}
         """Loans of which something was acknowledged since their agent was last told."""
-        self.skipped: list[Skipped] = []
+        self.skipped: list[Gap] = []
         self.generation = 0
         """The newest generation this session knew when it was parked."""
         self.parked = False
@@ -533,7 +533,7 @@ class Session:
                 del self.behind[stream]
                 self.acked.pop(stream, None)
                 if stream.generation < min((s.generation for s in heads), default=0):
-                    self.skipped.append(Skipped(str(stream), at, None, "dropped by retention", now))
+                    self.skipped.append(Gap(str(stream), at, None, "dropped by retention", now))
             elif at >= heads[stream]:
                 del self.behind[stream]
         if not was_parked:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.cursors.cursor import Range
-from holdfast.effects import NO_POLICY, Loan, StartReading
 from holdfast.groups.progress import Done
+from holdfast.groups.protocol.effects import StartReading
+from holdfast.groups.protocol.nouns import NO_POLICY, Loan
 from holdfast.model import Stream
 from holdfast.sessions.session import Rows, Subscription
 from holdfast.topics import TopicFilter

@@ -13,9 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.effects import GroupId, Layer, Loan, Mark, Piece, Save, Send, StartReading
-from holdfast.groups.messages import Grant, LeaderConnectResponse, Leased, LeaseStreams, PingResponse, UpdateStreams
 from holdfast.groups.progress import Done, StreamProgress, slice_of
+from holdfast.groups.protocol.effects import GroupSend, Save, StartReading
+from holdfast.groups.protocol.messages import (
+    Grant,
+    LeaderConnectResponse,
+    Leased,
+    LeaseStreams,
+    PingResponse,
+    UpdateStreams,
+)
+from holdfast.groups.protocol.nouns import GroupId, Layer, Loan, Mark, Piece
 from holdfast.model import Stream
 from holdfast.sim.world import World
 
@@ -24,7 +32,7 @@ class Violation(Exception):
     """A promise was broken; the message says which, where and when."""
 
 
-class Reading:
+class SimReading:
     """A loan that somebody reads right now."""
 
     __slots__ = ("frozen", "loan", "where")
@@ -40,7 +48,7 @@ class Truth:
 
     def __init__(self, world: World, *, exact: bool = False):
         self.world, self.exact = world, exact
-        self.readers: dict[tuple[str, Stream], list[Reading]] = {}
+        self.readers: dict[tuple[str, Stream], list[SimReading]] = {}
         self.acked: dict[tuple[str, Stream], set[int]] = {}
         self.owed: dict[tuple[str, Stream], dict[int, str]] = {}
         """Acknowledged under a loan in good standing, and to whom; a crash of that one excuses its loss."""
@@ -56,9 +64,9 @@ class Truth:
 
     # ------------------------------------------------------------------------------------- reading
 
-    def started(self, effect: StartReading, where: str) -> Reading:
+    def started(self, effect: StartReading, where: str) -> SimReading:
         loan = effect.loan
-        reading = Reading(loan, where)
+        reading = SimReading(loan, where)
         standing = self.readers.setdefault((loan.course, loan.piece.stream), [])
         self._alone(reading, standing)
         standing.append(reading)
@@ -66,16 +74,16 @@ class Truth:
         self._in_order(loan)
         return reading
 
-    def stopped(self, reading: Reading) -> None:
+    def stopped(self, reading: SimReading) -> None:
         standing = self.readers[reading.loan.course, reading.loan.piece.stream]
         if reading in standing:
             standing.remove(reading)
 
-    def resumed(self, reading: Reading) -> None:
+    def resumed(self, reading: SimReading) -> None:
         """Its node stood still; by now it must have looked at its clock."""
         self._alone(reading, self.readers.get((reading.loan.course, reading.loan.piece.stream), []))
 
-    def delivered(self, reading: Reading, offset: int) -> None:
+    def delivered(self, reading: SimReading, offset: int) -> None:
         loan = reading.loan
         key = (loan.course, loan.piece.stream)
         self._alone(reading, self.readers.get(key, []))
@@ -97,7 +105,7 @@ class Truth:
         for key, owed in self.owed.items():
             self.owed[key] = {offset: to for offset, to in owed.items() if to != where}
 
-    def _alone(self, reading: Reading, standing: Iterable[Reading]) -> None:
+    def _alone(self, reading: SimReading, standing: Iterable[SimReading]) -> None:
         mine = reading.loan.piece
         for other in standing:
             if other is reading or other.frozen:
@@ -157,7 +165,7 @@ class Truth:
 
     # --------------------------------------------------------------------------------------- leaders
 
-    def leader_says(self, group: GroupId, epoch: int, send: Send, *, fresh: bool) -> None:
+    def leader_says(self, group: GroupId, epoch: int, send: GroupSend, *, fresh: bool) -> None:
         if not fresh:
             return
         match send.message:

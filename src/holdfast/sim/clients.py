@@ -8,38 +8,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.effects import (
-    Abandon,
-    Address,
-    Effect,
-    Ended,
-    GroupId,
-    Joined,
-    Loan,
-    MemberId,
-    Park,
-    Redeliver,
-    StartReading,
-    StopReading,
-)
-from holdfast.groups.agent import Agent
-from holdfast.groups.events import Acked, Closed, Delivered, Drained, Leave, Subscribe, Unsubscribe
-from holdfast.groups.lease import LeaseMember
+from holdfast.groups.member.agent import Agent
+from holdfast.groups.member.batch_member import BatchMember
 from holdfast.groups.progress import Done
+from holdfast.groups.protocol.effects import Abandon, Effect, Ended, Joined, Park, Redeliver, StartReading, StopReading
+from holdfast.groups.protocol.events import Acked, Closed, Delivered, Drained, JoinGroup, Leave, QuitGroup
+from holdfast.groups.protocol.nouns import GroupId, Loan, MemberId
+from holdfast.machine import Address, Machine
 from holdfast.model import Stream
-from holdfast.sim.checkers import Reading
-from holdfast.sim.hosts import Actor, Machine, SimNode
+from holdfast.sim.checkers import SimReading
+from holdfast.sim.hosts import Actor, SimNode
 
 WINDOW = 3
 
 
 @dataclass(slots=True)
-class Reader:
+class SimReader:
     """A loan being read."""
 
     loan: Loan
     done: Done
-    reading: Reading
+    reading: SimReading
     position: int
     in_flight: set[int]
     stopped: bool = False
@@ -50,7 +39,7 @@ class Reader:
 class ClientAck:
     """The client's acknowledgement has reached the node."""
 
-    reader: Reader
+    reader: SimReader
     offset: int
 
 
@@ -59,7 +48,7 @@ class Member(Actor):
 
     def __init__(self, node: SimNode, name: str, machine: Machine):
         super().__init__(node, name, machine)
-        self.readers: dict[Loan, Reader] = {}
+        self.readers: dict[Loan, SimReader] = {}
         self.ack_seconds = 0.05
         self.stuck_until = -1.0
         """Until then the client acknowledges nothing."""
@@ -111,16 +100,16 @@ class Member(Actor):
         reading = self.node.truth.started(effect, self.name)
         done = Done(effect.loan.piece, effect.mark, effect.skip)
         counts = effect.policy != (None, None)
-        reader = Reader(effect.loan, done, reading, done.cursor.floor, set(), counts=counts)
+        reader = SimReader(effect.loan, done, reading, done.cursor.floor, set(), counts=counts)
         self.readers[effect.loan] = reader
         self.world.after(0.0, self, _Pump(reader))
 
-    def _stop(self, reader: Reader) -> None:
+    def _stop(self, reader: SimReader) -> None:
         reader.stopped = True
         self.node.truth.stopped(reader.reading)
         self._drained(reader)
 
-    def _drained(self, reader: Reader) -> None:
+    def _drained(self, reader: SimReader) -> None:
         if reader.stopped and not reader.in_flight:
             self.readers.pop(reader.loan, None)
             self.world.after(0.0, self, Drained(reader.loan))
@@ -139,7 +128,7 @@ class Member(Actor):
             if reader.loan.piece.stream == stream and not reader.stopped and len(reader.in_flight) < WINDOW:
                 self.world.after(0.0005, self, _Pump(reader))
 
-    def _pump(self, reader: Reader) -> None:
+    def _pump(self, reader: SimReader) -> None:
         messages = self.world.log.messages.get(reader.loan.piece.stream)
         if messages is None or reader.stopped:
             return
@@ -157,7 +146,7 @@ class Member(Actor):
         if sent:
             self._deliver(reader, sent)
 
-    def _deliver(self, reader: Reader, offsets: list[int]) -> None:
+    def _deliver(self, reader: SimReader, offsets: list[int]) -> None:
         world = self.world
         for offset in offsets:
             self.node.truth.delivered(reader.reading, offset)
@@ -203,7 +192,7 @@ class Member(Actor):
 
 @dataclass(slots=True)
 class _Pump:
-    reader: Reader
+    reader: SimReader
 
 
 class SimSession(Member):
@@ -221,10 +210,10 @@ class SimSession(Member):
         return borrower is not None and borrower.member == loan.member
 
     def subscribe(self, group: GroupId, born: str) -> None:
-        self.on(Subscribe(group, born))
+        self.on(JoinGroup(group, born))
 
     def unsubscribe(self, group: GroupId) -> None:
-        self.on(Unsubscribe(group))
+        self.on(QuitGroup(group))
 
     def close(self) -> None:
         """The connection is gone; the agent stays until its last words are heard."""
@@ -238,17 +227,17 @@ class SimSession(Member):
             self.node.sessions.pop(self.machine.address.name, None)
 
 
-class SimLease(Member):
+class SimBatch(Member):
     """A batch reader."""
 
-    machine: LeaseMember
+    machine: BatchMember
 
     def __init__(self, node: SimNode, name: str, incarnation: int, group: GroupId, born: str):
-        home = Address(node.name, "lease", f"{name}/{incarnation}")
+        home = Address(node.name, "batch", f"{name}/{incarnation}")
         member = MemberId(name, incarnation)
-        machine = LeaseMember(member, group, born, home, node.world.member_settings, node.clock())
+        machine = BatchMember(member, group, born, home, node.world.member_settings, node.clock())
         super().__init__(node, name, machine)
-        node.leases[home.name] = self
+        node.batches[home.name] = self
         self.arm()
 
     def current(self, loan: Loan) -> bool:
@@ -259,4 +248,4 @@ class SimLease(Member):
 
     def over(self, ended: Ended) -> None:
         self.die()
-        self.node.leases.pop(self.machine.home.name, None)
+        self.node.batches.pop(self.machine.home.name, None)

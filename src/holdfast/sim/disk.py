@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.effects import GroupId, Save
 from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.effects import Save
+from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.record import GroupRecord, loaded, progress_key, record_key, stored
 from holdfast.model import Stream
 
 
 @dataclass(slots=True)
-class Claimed:
+class StandingClaim:
     """A claim as the store has it."""
 
     node: str
@@ -31,7 +32,7 @@ class Store:
     keys: dict[str, bytes] = field(default_factory=dict)
     leases: dict[int, float] = field(default_factory=dict)
     """When each ends, by the store's own clock."""
-    claims: dict[GroupId, Claimed] = field(default_factory=dict)
+    claims: dict[GroupId, StandingClaim] = field(default_factory=dict)
     progress: dict[tuple[GroupId, Stream], StreamProgress] = field(default_factory=dict)
     """What `keys` says, read back; for checkers."""
     on_save: Callable[[Save, float], None] | None = None
@@ -54,17 +55,17 @@ class Store:
         self.leases[lease] = now + seconds
         return True
 
-    def claim(self, group: GroupId, node: str, lease: int, now: float) -> Claimed | None:
+    def claim(self, group: GroupId, node: str, lease: int, now: float) -> StandingClaim | None:
         """The claim that stands; None if the lease has ended."""
         standing = self.standing(group, now)
         if standing is not None:
             return standing
         if self.leases.get(lease, -1.0) <= now:
             return None
-        made = self.claims[group] = Claimed(node, self.version(), lease)
+        made = self.claims[group] = StandingClaim(node, self.version(), lease)
         return made
 
-    def standing(self, group: GroupId, now: float) -> Claimed | None:
+    def standing(self, group: GroupId, now: float) -> StandingClaim | None:
         found = self.claims.get(group)
         return found if found is not None and self.leases.get(found.lease, -1.0) > now else None
 

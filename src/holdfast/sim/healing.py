@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from holdfast.effects import GroupId
-from holdfast.groups.borrower import Status as BorrowerStatus
-from holdfast.groups.leader import Leader
-from holdfast.groups.lease import Status as LeaseStatus
-from holdfast.groups.messages import SetPaused
+from holdfast.groups.leading.leader import Leader
+from holdfast.groups.member.batch_member import BatchMemberStatus
+from holdfast.groups.member.borrower import BorrowerStatus
 from holdfast.groups.progress import Done
+from holdfast.groups.protocol.messages import SetPaused
+from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.record import GroupRecord, progress_key
 from holdfast.model import Stream
 from holdfast.sim.checkers import Violation
-from holdfast.sim.clients import ClientAck, SimLease, SimSession
+from holdfast.sim.clients import ClientAck, SimBatch, SimSession
 from holdfast.sim.workload import HEAL_SECONDS_MAX, WEATHER_SECONDS, Person, Workload
 
 
@@ -94,8 +94,8 @@ def complaints(run: Workload) -> list[str]:
             found.append(f"{node.name} holds questions that nobody answers")
         for session in node.sessions.values():
             found += _session(run, session)
-        for lease in node.leases.values():
-            found += _lease(lease)
+        for batch in node.batches.values():
+            found += _batch(batch)
     for dropped in run.world.log.dropped:
         found += [f"{dropped} is dropped, {g} keeps a cursor" for g in run.groups if _key(run, g, dropped)]
     return found
@@ -120,11 +120,11 @@ def _session(run: Workload, session: SimSession) -> list[str]:
     return found
 
 
-def _lease(lease: SimLease) -> list[str]:
-    machine = lease.machine
-    found = [] if machine.status is LeaseStatus.REPLAYING else [f"{machine.member} is {machine.status.name}"]
-    if len(lease.readers) != len(machine.streams):
-        found.append(f"{lease.name} reads {len(lease.readers)}, holds {len(machine.streams)}")
+def _batch(batch: SimBatch) -> list[str]:
+    machine = batch.machine
+    found = [] if machine.status is BatchMemberStatus.REPLAYING else [f"{machine.member} is {machine.status.name}"]
+    if len(batch.readers) != len(machine.streams):
+        found.append(f"{batch.name} reads {len(batch.readers)}, holds {len(machine.streams)}")
     return found
 
 
@@ -138,7 +138,7 @@ def _group(run: Workload, group: GroupId, record: GroupRecord) -> list[str]:
     leader = leaders[0]
     found = _lent(leader, members)
     for stream, messages in run.world.log.messages.items():
-        progress = leader.shelf.progress.get(stream)
+        progress = leader.group_streams.progress.get(stream)
         if progress is None:
             found.append(f"{group} does not know {stream}")
             continue
@@ -151,7 +151,9 @@ def _group(run: Workload, group: GroupId, record: GroupRecord) -> list[str]:
             done = Done(piece, progress.mark(piece), progress.layers)
             if any(done.wants(offset, publisher) for offset, publisher in enumerate(messages)):
                 found.append(f"{group}: {piece} is consumed, but its leader has not heard ({progress})")
-    found += [f"{group} keeps {stream}" for stream in leader.shelf.progress if stream not in run.world.log.messages]
+    found += [
+        f"{group} keeps {stream}" for stream in leader.group_streams.progress if stream not in run.world.log.messages
+    ]
     return found
 
 
@@ -168,7 +170,7 @@ def _lent(leader: Leader, members: list[Person]) -> list[str]:
         found.append(f"{leader.group} is not balanced: {loads}")
     if loads and not min(loads) and max(loads) and leader.settings.slices_max > 1:
         found.append(f"{leader.group}: somebody has no work: {loads}")
-    open_streams = leader.shelf.open_streams(leader.record.order if leader.record else "strict")
+    open_streams = leader.group_streams.open_streams(leader.record.order if leader.record else "strict")
     if open_streams and loads and not sum(loads):
         found.append(f"{leader.group} lends nothing of {[str(stream) for stream in open_streams]}")
     return found

@@ -9,27 +9,26 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from holdfast.effects import (
-    Address,
+from holdfast.groups.leading.leader import Leader
+from holdfast.groups.leading.registry import Registry
+from holdfast.groups.protocol.effects import (
     Claim,
     Effect,
-    GroupId,
+    GroupSend,
     Load,
     OpenLease,
     RenewLease,
     Resign,
     Retire,
     Save,
-    Send,
     StartLeader,
     StopLeader,
     TrustUntil,
     WatchStreams,
 )
-from holdfast.groups.events import (
-    TICK,
+from holdfast.groups.protocol.events import (
     Claimed,
     ClaimFailed,
     Deposed,
@@ -45,22 +44,16 @@ from holdfast.groups.events import (
     Taken,
     Trusted,
 )
-from holdfast.groups.leader import Leader
-from holdfast.groups.messages import GroupMessage
-from holdfast.groups.registry import Registry
+from holdfast.groups.protocol.messages import GroupMessage
+from holdfast.groups.protocol.nouns import GroupId
+from holdfast.machine import TICK, Address, Machine, Send
 from holdfast.model import Stream
 from holdfast.sim.checkers import Truth
 from holdfast.sim.story import describe
 from holdfast.sim.world import World
 
 if TYPE_CHECKING:
-    from holdfast.sim.clients import SimLease, SimSession
-
-
-class Machine(Protocol):
-    deadline: float
-
-    def handle(self, event: Any, now: float) -> list[Any]: ...
+    from holdfast.sim.clients import SimBatch, SimSession
 
 
 @dataclass(slots=True)
@@ -148,7 +141,7 @@ class Actor:
             else:
                 self.effect(effect)
 
-    def check(self, send: Send) -> None:
+    def check(self, send: GroupSend) -> None:
         """For actors whose words are checked."""
 
     def effect(self, effect: Effect) -> None:
@@ -216,7 +209,7 @@ class LeaderActor(Actor):
         super().__init__(node, f"leader@{node.name}", leader)
         self.group, self.epoch = start.group, start.epoch
 
-    def check(self, send: Send) -> None:
+    def check(self, send: GroupSend) -> None:
         self.node.truth.leader_says(self.group, self.epoch, send, fresh=not self.decided_before)
 
     def effect(self, effect: Effect) -> None:
@@ -291,7 +284,7 @@ class SimNode:
         self.paused_until = -1.0
         self.leaders: dict[str, LeaderActor] = {}
         self.sessions: dict[str, SimSession] = {}
-        self.leases: dict[str, SimLease] = {}
+        self.batches: dict[str, SimBatch] = {}
         self.registry = self._new_registry()
         world.nodes[name] = self
 
@@ -315,9 +308,9 @@ class SimNode:
             case "agent":
                 if session := self.sessions.get(to.name):
                     session.on(message)
-            case "lease":
-                if lease := self.leases.get(to.name):
-                    lease.on(message)
+            case "batch":
+                if batch := self.batches.get(to.name):
+                    batch.on(message)
 
     def start_leader(self, start: StartLeader) -> None:
         actor = self.leaders[str(start.group)] = LeaderActor(self, start)
@@ -346,8 +339,8 @@ class SimNode:
     def published(self, stream: Stream) -> None:
         for session in self.sessions.values():
             session.pump(stream)
-        for lease in self.leases.values():
-            lease.pump(stream)
+        for batch in self.batches.values():
+            batch.pump(stream)
 
     # --------------------------------------------------------------------------------------- faults
 
@@ -360,10 +353,10 @@ class SimNode:
         for leader in self.leaders.values():
             leader.die()
         self.leaders.clear()
-        for member in [*self.sessions.values(), *self.leases.values()]:
+        for member in [*self.sessions.values(), *self.batches.values()]:
             member.crash()
         self.sessions.clear()
-        self.leases.clear()
+        self.batches.clear()
 
     def restart(self) -> None:
         self.world.tell(self.name, "RESTART")
@@ -374,14 +367,14 @@ class SimNode:
     def pause(self, seconds: float) -> None:
         self.world.tell(self.name, f"PAUSE for {seconds:.1f} s")
         self.paused_until = self.world.now + seconds
-        for member in [*self.sessions.values(), *self.leases.values()]:
+        for member in [*self.sessions.values(), *self.batches.values()]:
             member.freeze(True)
         self.world.at(self.paused_until, _Resume(self, self.run), None)
 
     def resumed(self) -> None:
-        for actor in [*self.sessions.values(), *self.leases.values(), *self.leaders.values(), self.registry]:
+        for actor in [*self.sessions.values(), *self.batches.values(), *self.leaders.values(), self.registry]:
             actor.on(TICK)
-        for member in [*self.sessions.values(), *self.leases.values()]:
+        for member in [*self.sessions.values(), *self.batches.values()]:
             member.freeze(False)
 
 

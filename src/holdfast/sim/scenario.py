@@ -27,11 +27,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.effects import Address, GroupId, Policy
-from holdfast.groups.events import Retreat
-from holdfast.groups.messages import (
+from holdfast.groups.protocol.events import Retreat
+from holdfast.groups.protocol.messages import (
     Ask,
-    Delete,
+    DeleteGroup,
     GroupMessage,
     RenewStreamLease,
     Request,
@@ -39,11 +38,13 @@ from holdfast.groups.messages import (
     SetPaused,
     UpdateStreams,
 )
+from holdfast.groups.protocol.nouns import GroupId, Policy
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
+from holdfast.machine import Address
 from holdfast.model import Stream
 from holdfast.sim.checkers import Truth
-from holdfast.sim.clients import ClientAck, Member, SimLease, SimSession
+from holdfast.sim.clients import ClientAck, Member, SimBatch, SimSession
 from holdfast.sim.faults import Faults
 from holdfast.sim.hosts import SimNode
 from holdfast.sim.world import World
@@ -140,7 +141,7 @@ class Scenario:
         node = self.node(next((word[1:] for word in words if word.startswith("@")), "n1"))
         number = self.incarnations[name] = self.incarnations.get(name, 0) + 1
         if "lease" in words:
-            self.members[name] = SimLease(node, name, number, GROUP, self._declare())
+            self.members[name] = SimBatch(node, name, number, GROUP, self._declare())
             return
         session = self.members[name] = SimSession(node, name, number)
         session.ack_seconds = 0.01
@@ -164,7 +165,7 @@ class Scenario:
 
     def on_leave(self, words: list[str]) -> None:
         member = self.members[words[0]]
-        assert isinstance(member, SimLease)
+        assert isinstance(member, SimBatch)
         member.leave()
 
     def on_hold(self, words: list[str]) -> None:
@@ -204,7 +205,7 @@ class Scenario:
     def on_forge(self, words: list[str]) -> None:
         """Say something to a batch reader that its leader never said."""
         lease = self.members[words[0]]
-        assert isinstance(lease, SimLease)
+        assert isinstance(lease, SimBatch)
         machine, numbers = lease.machine, [int(word) for word in words[2:]]
         if words[1] == "renew":
             lease.on(RenewStreamLease(machine.member, machine.epoch, numbers[0], None, self.world.now, 3.0))
@@ -258,7 +259,7 @@ class Scenario:
         self._ask(SetPaused(False))
 
     def on_delete(self, words: list[str]) -> None:
-        self._ask(Delete())
+        self._ask(DeleteGroup())
 
     def on_run(self, words: list[str]) -> None:
         self.world.run(self.world.now + float(words[0]))

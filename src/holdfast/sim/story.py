@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from holdfast.cursors import Cursor
-from holdfast.effects import Address, Effect, Layer, Loan, Mark, Save, Send
-from holdfast.groups.messages import Carried, Leased, Report
+from holdfast.groups.protocol.effects import Effect, Save
+from holdfast.groups.protocol.messages import Carried, Leased, Report
+from holdfast.groups.protocol.nouns import Layer, Loan, Mark
 from holdfast.groups.record import GroupRecord
+from holdfast.machine import Address, Send
 
 _QUIET = {
     "member",
@@ -71,7 +73,7 @@ def show(value: object) -> str:
 
 
 def place(to: Address) -> str:
-    return to.name if to.kind in ("agent", "lease") else f"{to.kind}@{to.node}"
+    return to.name if to.kind in ("agent", "batch") else f"{to.kind}@{to.node}"
 
 
 def _save(save: Save) -> str:

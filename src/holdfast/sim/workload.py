@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from holdfast.effects import Address, GroupId, Policy
-from holdfast.groups.events import Retreat
-from holdfast.groups.messages import Ask, Delete, Request, Seek, SetPaused
+from holdfast.groups.protocol.events import Retreat
+from holdfast.groups.protocol.messages import Ask, DeleteGroup, Request, Seek, SetPaused
+from holdfast.groups.protocol.nouns import GroupId, Policy
 from holdfast.groups.record import GroupRecord, record_key
 from holdfast.groups.settings import LeaderSettings
+from holdfast.machine import Address
 from holdfast.sim.checkers import Truth
-from holdfast.sim.clients import SimLease, SimSession
+from holdfast.sim.clients import SimBatch, SimSession
 from holdfast.sim.faults import Faults, draw
 from holdfast.sim.hosts import SimNode
 from holdfast.sim.world import World
@@ -31,7 +32,7 @@ class Person:
     lease: bool = False
     incarnation: int = 0
     session: SimSession | None = None
-    job: SimLease | None = None
+    job: SimBatch | None = None
     wants: dict[GroupId, str] = field(default_factory=dict)
     """Groups subscribed to, each with the `born` it had."""
 
@@ -109,7 +110,7 @@ class Workload:
         if person.lease:
             born = next(iter(person.wants.values()), None) or self.declare(group).born
             group = next(iter(person.wants), group)
-            person.job = SimLease(node, person.name, person.incarnation, group, born)
+            person.job = SimBatch(node, person.name, person.incarnation, group, born)
             person.wants = {group: born}
             person.job.ack_seconds = rng.choice([0.02, 0.3])
             return
@@ -249,7 +250,7 @@ class Workload:
     def do_delete(self, _: Person | None) -> None:
         if self.world.rng.random() < 0.4:
             self.world.tell("operator", "deletes")
-            self.ask(self.world.rng.choice(self.groups), Delete(if_idle=self.world.rng.random() < 0.3))
+            self.ask(self.world.rng.choice(self.groups), DeleteGroup(if_idle=self.world.rng.random() < 0.3))
 
     def record(self, group: GroupId) -> GroupRecord | None:
         data = self.world.store.keys.get(record_key(group))

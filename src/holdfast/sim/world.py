@@ -11,10 +11,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from holdfast.effects import Address
-from holdfast.groups.events import StreamInfo
-from holdfast.groups.messages import Answer, GroupMessage
+from holdfast.groups.protocol.events import StreamInfo
+from holdfast.groups.protocol.messages import Answer, GroupMessage
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
+from holdfast.machine import Address
 from holdfast.model import Stream
 from holdfast.sim.disk import Store
 from holdfast.sim.faults import QUIET, Faults
@@ -26,7 +26,7 @@ class Who(Protocol):
     def on(self, event: object) -> None: ...
 
 
-class Node(Protocol):
+class AnyNode(Protocol):
     """A simulated node, as far as the world is concerned."""
 
     name: str
@@ -39,7 +39,7 @@ class Node(Protocol):
     def published(self, stream: Stream) -> None: ...
 
 
-class Log:
+class SimLog:
     """The simulated log: for each stream, who published each message."""
 
     def __init__(self) -> None:
@@ -89,9 +89,9 @@ class World:
         self.now = 0.0
         self.queue: list[tuple[float, int, Who, object]] = []
         self.order = 0
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, AnyNode] = {}
         self.store = Store()
-        self.log = Log()
+        self.log = SimLog()
         self.healing = False
         self.cut: set[frozenset[str]] = set()
         """Pairs of nodes (or a node and `store`) that do not hear each other."""

@@ -1,4 +1,4 @@
-"""Reading as a member of a shared group: the driver is a lease member, each micro-batch reads what it holds then.
+"""Reading as a member of a shared group: the driver is a batch member, each micro-batch reads what it holds then.
 
     latestOffset(start)   Spark has committed the batch that ends at `start`: it is acknowledged, what was taken over
                           goes back, and the next batch is made of what we hold now
@@ -27,8 +27,8 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
+from holdfast.batch import BatchClient
 from holdfast.errors import NodeUnavailable, OutcomeUnknown, RequestError, StoreUnavailable, UnknownStream
-from holdfast.leases import LeaseClient
 from holdfast.model import Stream
 from holdfast.spark.lent import Portion, planned, undone
 from holdfast.spark.options import GroupOptions, ReadOptions, one_line
@@ -57,7 +57,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_read_schema(schema)
         self.options, self.group = options, group
         self.schema, self.parallelism = schema, parallelism
-        self._client: LeaseClient | None = None
+        self._client: BatchClient | None = None
         self._joined = self._stopping = self._ending = False
         self._acknowledged = 0
         self._target: dict[Stream, int] | None = None
@@ -100,7 +100,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             client.drained(still=[portion.piece for portion in found])
             return self._offset(start["batch"] + 1, found) if found else start
 
-    def _acknowledge(self, client: LeaseClient, start: dict[str, Any]) -> None:
+    def _acknowledge(self, client: BatchClient, start: dict[str, Any]) -> None:
         """The batch that ends here is committed; after a restart, by whoever held its pieces then."""
         if start["batch"] != self._acknowledged:
             for portion in self._portions(start):
@@ -108,7 +108,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._acknowledged = start["batch"]
         client.drained()
 
-    def _join(self, client: LeaseClient) -> None:
+    def _join(self, client: BatchClient) -> None:
         if self._joined:
             return
         once = self._target is not None
@@ -120,7 +120,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         while not client.assignment().pieces and time.monotonic() < give_up:
             time.sleep(0.02)
 
-    def _next(self, client: LeaseClient, limit: ReadLimit) -> list[Portion]:
+    def _next(self, client: BatchClient, limit: ReadLimit) -> list[Portion]:
         held = client.assignment().pieces
         if not held:
             return []
@@ -130,7 +130,7 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ends = {stream: min(end, self._target.get(stream, 0)) for stream, end in ends.items()}
         return planned(held, ends, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
 
-    def _stay(self, client: LeaseClient) -> None:
+    def _stay(self, client: BatchClient) -> None:
         if client.trouble is None:
             self._away_since = None
         else:
@@ -152,11 +152,11 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # -- the member -------------------------------------------------------------------------------------
 
-    def _member(self) -> LeaseClient:
+    def _member(self) -> BatchClient:
         if self._client is None:
             of = self.group
             name = f"spark-{secrets.token_hex(8)}"
-            self._client = LeaseClient(of.node, of.name, name, of.username, of.password, of.start)
+            self._client = BatchClient(of.node, of.name, name, of.username, of.password, of.start)
             # Spark ends this process by SIGTERM, of which Python would tell nobody.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, self._terminated)

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from holdfast.batch import HeldPiece
 from holdfast.cursors import Range
-from holdfast.effects import Layer, Mark, Piece
 from holdfast.errors import RequestError
 from holdfast.groups.progress import slice_of
-from holdfast.leases import Held
+from holdfast.groups.protocol.nouns import Layer, Mark, Piece
 from holdfast.log import blocks
 from holdfast.model import Stream
 from holdfast.spark import schema
@@ -73,7 +73,7 @@ def _ranges(value: Iterable[Sequence[int]]) -> tuple[Range, ...]:
     return tuple((first, last) for first, last in value)
 
 
-def planned(pieces: Mapping[Piece, Held], ends: Mapping[Stream, int], most: int | None) -> list[Portion]:
+def planned(pieces: Mapping[Piece, HeldPiece], ends: Mapping[Stream, int], most: int | None) -> list[Portion]:
     """The next batch: as far as the streams go, or `most` messages; the oldest generation first, its pieces alike."""
     generations: dict[int, dict[Key, Piece]] = {}
     for number, piece in enumerate(sorted(pieces)):
@@ -91,7 +91,7 @@ def planned(pieces: Mapping[Piece, Held], ends: Mapping[Stream, int], most: int 
     return found
 
 
-def _portion(held: Held, count: int) -> Portion:
+def _portion(held: HeldPiece, count: int) -> Portion:
     """The next `count` offsets, with as much of what is done as concerns them."""
     piece, first = held.loan.piece, held.mark.offset + 1
     past = first + count
@@ -112,15 +112,15 @@ def _within(ranges: Iterable[Range], first: int, past: int) -> tuple[Range, ...]
 # ------------------------------------------------------------------------------------------- reading
 
 
-def undone(portion: Portion, piece: schema.Piece) -> schema.Piece:
+def undone(portion: Portion, piece: schema.RowPiece) -> schema.RowPiece:
     """The rows of a block that are the portion's to read: as `groups.progress.Done` says it, block by block."""
     mask = _mask(portion, piece)
     if mask is None or mask.all():
         return piece
-    return schema.Piece(piece.offsets[mask], piece.batch.take(pc.indices_nonzero(pa.array(mask))))
+    return schema.RowPiece(piece.offsets[mask], piece.batch.take(pc.indices_nonzero(pa.array(mask))))
 
 
-def _mask(portion: Portion, piece: schema.Piece) -> Mask | None:
+def _mask(portion: Portion, piece: schema.RowPiece) -> Mask | None:
     if portion.of == 1 and not portion.acked and not portion.skip:
         return None
     offsets = piece.offsets

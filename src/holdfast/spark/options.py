@@ -165,8 +165,8 @@ class GroupOptions:
                     raise RequestError(f"option {name!r} goes with group, which is missing")
             return None
         # Only here: workers of queries without a group need nothing of it.
-        from holdfast.leases.client import parse_group
-        from holdfast.leases.line import parse_node
+        from holdfast.batch.client import parse_group
+        from holdfast.batch.line import parse_node
 
         for name, why in _NOT_IN_A_GROUP.items():
             if name in given:

@@ -45,7 +45,7 @@ def check_read_schema(schema: t.StructType) -> None:
 Numbers = np.typing.NDArray[np.int64]
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Rows of one block, with their offsets."""
 
     offsets: Numbers
@@ -107,7 +107,7 @@ class RowMaker:
         self.arrow: pa.Schema = to_arrow_schema(schema, timezone="UTC")
         self._columns = [_COLUMNS[field.name] for field in schema]
 
-    def rows(self, stream: Stream, pieces: Sequence[Piece]) -> pa.RecordBatch:
+    def rows(self, stream: Stream, pieces: Sequence[RowPiece]) -> pa.RecordBatch:
         offsets = pieces[0].offsets if len(pieces) == 1 else np.concatenate([piece.offsets for piece in pieces])
         batches = [piece.batch for piece in pieces]
         return pa.RecordBatch.from_arrays([make(stream, offsets, batches) for make in self._columns], schema=self.arrow)

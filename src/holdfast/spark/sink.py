@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 
 from holdfast.errors import RequestError
 from holdfast.log import Log, blocks
-from holdfast.log.staging import UNNAMED, Batch, Task, bodies_of, staging_of
+from holdfast.log.staging import UNNAMED, StagedBatch, Task, bodies_of, staging_of
 from holdfast.spark.options import WriteOptions, one_line
 from holdfast.spark.rows import ORDER, as_block, check_write_schema, combined, divide, in_order, shards_of
 from holdfast.spark.stores import log_at, settle
@@ -34,7 +34,7 @@ STALE_SECONDS = 86_400.0
 class Staged(WriterCommitMessage):
     """What a task tells the driver."""
 
-    batch: Batch
+    batch: StagedBatch
     task: Task
     by_key: bool
 
@@ -58,7 +58,7 @@ class _Writer:
             log.create(self.options.log, self.options.shards, self.options.shard_by)
         return log
 
-    def stage(self, rows: Iterator[pa.RecordBatch], batch: Batch) -> Staged:
+    def stage(self, rows: Iterator[pa.RecordBatch], batch: StagedBatch) -> Staged:
         """Stage everything that comes, some at a time."""
         log = self.log()
         staging, shard_by = staging_of(log), log.logs()[batch.log]
@@ -100,7 +100,7 @@ class _Writer:
                 landing = staging.publish(batch, tasks, self.options.position, log.clock())
         staging.sweep(log.clock() - int(STALE_SECONDS * 1e6))
 
-    def _divide_again(self, log: Log, batch: Batch, tasks: list[Task], shards: int) -> list[Task]:
+    def _divide_again(self, log: Log, batch: StagedBatch, tasks: list[Task], shards: int) -> list[Task]:
         """The log was sealed with another number of shards between staging and now: stage for that number."""
         staging, shard_by = staging_of(log), log.logs()[batch.log]
         again = []
@@ -137,7 +137,7 @@ class LogWriter(_Writer, DataSourceArrowWriter):
             raise RequestError("a log is only ever appended to; use mode('append')")
         self.log()  # a store that is not there, or a log, is best told before a thousand tasks find out
         writer = options.write_id or f"{UNNAMED}{uuid.uuid4().hex}"
-        self.batch = Batch(options.log, writer, options.write_batch)
+        self.batch = StagedBatch(options.log, writer, options.write_batch)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         with one_line():
@@ -168,7 +168,7 @@ class LogStreamWriter(_Writer, DataSourceStreamArrowWriter):
             number = context.getLocalProperty("streaming.sql.batchId") if context else None
             if query is None or number is None:
                 raise RequestError("this is no task of a streaming query; use df.write for batches")
-            return self.stage(iterator, Batch(self.options.log, query, int(number)))
+            return self.stage(iterator, StagedBatch(self.options.log, query, int(number)))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         with one_line():

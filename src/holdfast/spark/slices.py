@@ -14,7 +14,7 @@ from holdfast.errors import UnknownStream
 from holdfast.log import Log
 from holdfast.log.contract import Chunk
 from holdfast.model import Stream
-from holdfast.spark.schema import Piece, RowMaker
+from holdfast.spark.schema import RowMaker, RowPiece
 from holdfast.spark.wanted import Sieve, Wanted, sifted
 
 ROWS_LEAST = 20_000
@@ -95,9 +95,9 @@ def read(
         yield from gathered(each.stream, pieces(log, each, wanted, lake), maker)
 
 
-def gathered(stream: Stream, found: Iterable[Piece], maker: RowMaker) -> Iterator[pa.RecordBatch]:
+def gathered(stream: Stream, found: Iterable[RowPiece], maker: RowMaker) -> Iterator[pa.RecordBatch]:
     """Rows of one stream, small blocks put together."""
-    some: list[Piece] = []
+    some: list[RowPiece] = []
     waiting = 0
     for piece in found:
         some.append(piece)
@@ -109,14 +109,14 @@ def gathered(stream: Stream, found: Iterable[Piece], maker: RowMaker) -> Iterato
         yield maker.rows(stream, some)
 
 
-def pieces(log: Log, each: Slice, wanted: Wanted, lake: str | None) -> Iterator[Piece]:
+def pieces(log: Log, each: Slice, wanted: Wanted, lake: str | None) -> Iterator[RowPiece]:
     """The wanted rows of one slice, block by block."""
     sieve = Sieve(wanted)
     for chunk in chunks(log, each, wanted, lake):
         offsets = _offsets(chunk)
         if offsets[-1] >= each.past:
             offsets = offsets[: int(np.searchsorted(offsets, each.past))]
-        piece = Piece(*sifted(sieve, offsets, chunk.batch.slice(0, len(offsets))))
+        piece = RowPiece(*sifted(sieve, offsets, chunk.batch.slice(0, len(offsets))))
         if len(piece.offsets):
             yield piece
 

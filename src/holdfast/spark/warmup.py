@@ -37,7 +37,7 @@ class WarmupSource(DataSource):
         return _Reader(int(self.options.get("partitions", "1")))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        return _Writer()
+        return _WarmWriter()
 
 
 class _Reader(DataSourceReader):
@@ -52,7 +52,7 @@ class _Reader(DataSourceReader):
         yield pa.record_batch([pa.array(["warm"])], names=["topic"])
 
 
-class _Writer(DataSourceArrowWriter):
+class _WarmWriter(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         from holdfast.spark.stores import settle
 

@@ -16,9 +16,9 @@ from pydantic import BaseModel, Field
 
 from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal
-from holdfast.effects import GroupId
 from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownStream
-from holdfast.groups import messages as messages_of_groups
+from holdfast.groups.protocol import messages as messages_of_groups
+from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import check_group_name
 from holdfast.model import At, Start, Stream, now_micros, parse_start
 from holdfast.mqtt.properties import decode_publish
@@ -29,7 +29,7 @@ from holdfast.sessions.session import Session
 from holdfast.topics import check_filter, check_topic
 
 
-class Publish(BaseModel):
+class PublishBody(BaseModel):
     """One message to publish."""
 
     topic: str
@@ -62,7 +62,7 @@ class SeekTo(BaseModel):
         return At({Stream.parse(name): offset for name, offset in self.to.items()})
 
 
-class Pause(BaseModel):
+class PauseBody(BaseModel):
     """Stop lending, or go on."""
 
     paused: bool = True
@@ -135,7 +135,7 @@ def make_app(node: Node) -> FastAPI:
         return Response(generate_latest(node.metrics.registry), media_type="text/plain; version=0.0.4")
 
     @app.post("/api/v1/publish")
-    async def publish(message: Publish, who: Identity = publisher) -> JSONResponse:
+    async def publish(message: PublishBody, who: Identity = publisher) -> JSONResponse:
         topic = _topic(message.topic)
         if topic.startswith("$"):
             raise RequestError(f"topic {topic!r} begins with '$'; those are the node's own")
@@ -191,7 +191,7 @@ def make_app(node: Node) -> FastAPI:
 
     @app.delete("/api/v1/groups/{group:path}")
     async def delete_group(group: str, _: Identity = admin) -> Response:
-        await node.group_admin.ask(GroupId.parse(group), messages_of_groups.Delete())
+        await node.group_admin.ask(GroupId.parse(group), messages_of_groups.DeleteGroup())
         return _json({"deleted": group})
 
     @app.post("/api/v1/groups/{group:path}/seek")
@@ -200,7 +200,7 @@ def make_app(node: Node) -> FastAPI:
         return _json({"group": group, "to": wanted.to})
 
     @app.post("/api/v1/groups/{group:path}/pause")
-    async def pause_group(group: str, wanted: Pause, _: Identity = admin) -> Response:
+    async def pause_group(group: str, wanted: PauseBody, _: Identity = admin) -> Response:
         await node.group_admin.ask(GroupId.parse(group), messages_of_groups.SetPaused(wanted.paused))
         return _json({"group": group, "paused": wanted.paused})
 

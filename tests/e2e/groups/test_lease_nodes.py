@@ -1,4 +1,4 @@
-"""Lease members on two nodes that share a PostgreSQL: whichever of them leads the group, and whichever dies."""
+"""Batch members on two nodes that share a PostgreSQL: whichever of them leads the group, and whichever dies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from e2e.groups.conftest import LEASE_SECONDS, QUICK, TIMEOUT_SECONDS
-from holdfast.effects import GroupId, Mark, Piece
+from holdfast.batch import BatchClient
 from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
 from holdfast.groups.record import progress_key
-from holdfast.leases import LeaseClient
 from holdfast.metadata import open_metadata
 from node import Node
 
@@ -24,7 +24,7 @@ def until(true: Callable[[], object], seconds: float = 15.0) -> None:
         time.sleep(0.02)
 
 
-def pieces(client: LeaseClient) -> dict[Piece, Mark]:
+def pieces(client: BatchClient) -> dict[Piece, Mark]:
     """What it holds, with nothing of it being read."""
     found = {piece: held.mark for piece, held in client.assignment().pieces.items()}
     client.drained()
@@ -41,7 +41,7 @@ def saved(node: Node, group: str, piece: Piece) -> int:
 
 def test_members_on_both_nodes_and_one_node_dies(running: tuple[Node, Node], name: str) -> None:
     group = f"g{name}:{name}/#"
-    here, there = (LeaseClient(f"127.0.0.1:{node.mqtt_port}", group, f"{name}{node.node_id}") for node in running)
+    here, there = (BatchClient(f"127.0.0.1:{node.mqtt_port}", group, f"{name}{node.node_id}") for node in running)
     try:
         assert here.join()  # so its node leads
         assert there.join()

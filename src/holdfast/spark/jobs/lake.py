@@ -32,7 +32,7 @@ from holdfast.model import Stream
 from holdfast.spark.jobs.job import Progress, Tell, Wake, quiet, spark_of
 from holdfast.spark.offsets import Place, advanced
 from holdfast.spark.options import store_url
-from holdfast.spark.schema import Piece
+from holdfast.spark.schema import RowPiece
 from holdfast.spark.slices import Slice, cut, pieces
 from holdfast.spark.stores import log_at, settle
 from holdfast.spark.wanted import Wanted
@@ -186,7 +186,7 @@ def _write(work: tuple[str, str, str, Sequence[Slice]]) -> list[LakeFile]:
     return made
 
 
-def _sorted(parts: Sequence[tuple[int, Piece]]) -> pa.Table:
+def _sorted(parts: Sequence[tuple[int, RowPiece]]) -> pa.Table:
     """The rows by topic and time; equals stay in the order of shard and offset, in which they come."""
     whole = blocks.merge([piece.batch for _, piece in parts])
     shards = np.concatenate([np.full(len(piece.offsets), shard, np.int32) for shard, piece in parts])

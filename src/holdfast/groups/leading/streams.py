@@ -1,0 +1,125 @@
+"""What a group has to lend: its streams, how far each has come, and which may be lent now.
+
+    seen (in the log) --> open (its turn has come) --> finished (sealed and consumed) --> dropped (by retention)
+
+A stream is *open* if its generation's turn has come: with order "strict", once the generation before it is
+consumed, in the same shard if both have the same shards, in all of them if not (a publisher may have moved).
+
+The one surprising rule: the progress of a finished stream is kept until retention drops the stream, or the next
+leader would take it for a new one and deliver it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from holdfast.cursors import Cursor
+from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.events import StreamInfo
+from holdfast.groups.protocol.nouns import Mark, Piece
+from holdfast.groups.record import GroupRecord
+from holdfast.model import Stream
+
+
+class GroupStreams:
+    """Streams of one group and their progress; `dirty` are those that differ from what is stored."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Stream, int | None] | None = None
+        """Streams of the log, each with its end if it is sealed; None: nobody has looked yet."""
+        self.progress: dict[Stream, StreamProgress] = {}
+        self.dirty: dict[Stream, None] = {}
+        self.forget: dict[Stream, None] = {}
+        """Streams whose stored progress is to be deleted."""
+        self.news = False
+        """Something happened that may change what is open."""
+        self._course = ""
+        self._starts: Mapping[Stream, int] = {}
+
+    def load(self, record: GroupRecord, stored: Iterable[StreamProgress]) -> None:
+        self._course, self._starts = record.course, record.starts
+        for progress in stored:
+            if progress.course == record.course:
+                self.progress[progress.stream] = progress
+            else:
+                self.forget[progress.stream] = None
+
+    def see(self, infos: Iterable[StreamInfo]) -> None:
+        self.seen = dict(infos)
+        for stream in self.seen:
+            if stream not in self.progress:
+                self._start(stream)
+        self.news = True
+
+    def _start(self, stream: Stream) -> StreamProgress:
+        self.forget.pop(stream, None)
+        begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0))
+        self.progress[stream] = begun
+        return begun
+
+    def start_over(self, record: GroupRecord) -> None:
+        """After a seek: the record says where."""
+        self._course, self._starts = record.course, record.starts
+        self.progress.clear()
+        self.dirty.clear()
+        for stream in self.seen or {}:
+            self._start(stream)
+        self.news = True
+
+    def merge(self, piece: Piece, course: str, mark: Mark) -> None:
+        """Take over what somebody did, if it is about this course and a stream that exists."""
+        if course != self._course or (self.seen is not None and piece.stream not in self.seen):
+            return
+        # Members may bring news of a stream before we have looked which there are.
+        progress = self.progress.get(piece.stream) or self._start(piece.stream)
+        if progress.merge(piece, mark):
+            self.dirty[piece.stream] = None
+            end = self.seen.get(piece.stream) if self.seen else None
+            if end is not None and progress.cursors[piece.part % progress.of].offset + 1 >= end:
+                self.news = True
+
+    def finished(self, stream: Stream) -> bool:
+        end = self.seen.get(stream) if self.seen else None
+        return end is not None and self.progress[stream].floor >= end
+
+    def piece_finished(self, piece: Piece) -> bool:
+        end = self.seen.get(piece.stream) if self.seen else None
+        return end is not None and self.progress[piece.stream].cursors[piece.part].offset + 1 >= end
+
+    def open_streams(self, order: str) -> list[Stream]:
+        """Streams that are not consumed and whose turn has come."""
+        unfinished = [stream for stream in sorted(self.seen or {}) if not self.finished(stream)]
+        if order == "parallel":
+            return unfinished
+        shards: dict[tuple[str, int], set[int]] = {}
+        for stream in self.seen or {}:
+            shards.setdefault((stream.log, stream.generation), set()).add(stream.shard)
+        found: list[Stream] = []
+        waited: set[tuple[str, int]] = set()
+        before: list[tuple[str, int]] = []
+        for stream in sorted(unfinished, key=lambda s: (s.log, s.generation, s.shard)):
+            mine = (stream.log, stream.generation)
+            # An earlier generation holds up its own shard; all of them, if it was sharded differently.
+            if (stream.log, stream.shard) not in waited and not any(
+                log == stream.log and generation < stream.generation and shards[log, generation] != shards[mine]
+                for log, generation in before
+            ):
+                found.append(stream)
+            waited.add((stream.log, stream.shard))
+            if not before or before[-1] != mine:
+                before.append(mine)
+        return sorted(found)
+
+    def sweep(self, lent: set[Stream]) -> None:
+        """Let go of streams that the log no longer has, and of the details of finished ones."""
+        if self.seen is None:
+            return
+        for stream in [stream for stream in self.progress if stream not in self.seen and stream not in lent]:
+            del self.progress[stream]
+            self.dirty.pop(stream, None)
+            self.forget[stream] = None
+        for stream, progress in self.progress.items():
+            if (progress.of > 1 or progress.layers) and stream not in lent and self.finished(stream):
+                progress.cursors, progress.layers = [Cursor(progress.floor - 1)], ()
+                progress.attempts.clear()
+                self.dirty[stream] = None

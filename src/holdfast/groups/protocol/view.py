@@ -1,0 +1,96 @@
+"""A group as people see it: who is in it, who holds what, and how far behind it is.
+
+A leader knows marks and owners, not how long the streams have grown; so it gives a `GroupView`, and `lag`
+combines that with the heads of the log, wherever the question is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.groups.protocol.nouns import GroupId, Mark, MemberId, Piece
+from holdfast.model import Micros, Stream
+
+
+class MemberView(NamedTuple):
+    """One member: `kind` is `borrower` or `lease`, `status` what the leader thinks of it."""
+
+    member: MemberId
+    node: str
+    kind: str
+    status: str
+    pieces: int
+
+
+class PieceView(NamedTuple):
+    """One piece: who holds it (None: nobody), in which status, how far it has come."""
+
+    piece: Piece
+    owner: MemberId | None
+    status: str
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """What a leader answers to `Describe`."""
+
+    group: GroupId
+    epoch: int
+    born: str
+    course: str
+    order: str
+    paused: bool
+    members: tuple[MemberView, ...]
+    pieces: tuple[PieceView, ...]
+    finished: int
+    """Streams that are wholly consumed and only wait for retention."""
+
+
+class StreamHead(NamedTuple):
+    """How far a stream goes, as the log knows it."""
+
+    next_offset: int
+    sealed: bool = False
+    oldest_unacked: Micros | None = None
+    """Time of the oldest message this group has not acknowledged, where somebody looked."""
+    dropped_at: Micros | None = None
+    """When retention will drop the stream, where that is known."""
+
+
+class Lag(NamedTuple):
+    """How far a group is behind in one piece, and who is to be asked about it."""
+
+    piece: Piece
+    owner: MemberId | None
+    status: str
+    messages: int
+    """Offsets not acknowledged; of a slice, those of its neighbours that it has not passed count too."""
+    seconds: float | None
+    """Age of the oldest unacknowledged message."""
+    seconds_to_retention: float | None
+    """How long until unread messages begin to vanish."""
+
+
+def lag(view: GroupView, heads: Mapping[Stream, StreamHead], now: Micros) -> list[Lag]:
+    """Lag per piece, worst first."""
+    rows = []
+    for piece, owner, status, mark in view.pieces:
+        head = heads.get(piece.stream)
+        if head is None:
+            continue
+        behind = mark.cursor().unacked_count(head.next_offset)
+        oldest, dropped = head.oldest_unacked, head.dropped_at
+        rows.append(
+            Lag(
+                piece,
+                owner,
+                status,
+                behind,
+                (now - oldest) / 1e6 if behind and oldest is not None else (None if behind else 0.0),
+                (dropped - now) / 1e6 if behind and dropped is not None else None,
+            )
+        )
+    return sorted(rows, key=lambda row: (-row.messages, row.piece))
