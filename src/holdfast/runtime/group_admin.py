@@ -15,7 +15,7 @@ from holdfast.groups.protocol.view import GroupView, StreamHead
 from holdfast.groups.record import GroupRecord, expired, record_key
 from holdfast.machine import Address
 from holdfast.model import At, Beginning, Next, Start, Stream
-from holdfast.runtime.dispatch import rows_of
+from holdfast.runtime.delivery import rows_of
 from holdfast.runtime.ingest import LOG
 
 if TYPE_CHECKING:
