@@ -13,13 +13,12 @@ import pytest
 from holdfast.cursors import Cursor, cursor_key
 from holdfast.cursors.flush import CursorStore
 from holdfast.errors import RequestError, StoreError
-from holdfast.metadata import Metadata, open_metadata
+from holdfast.metadata import Metadata
 from holdfast.metadata.etcd import EtcdMetadata
-from holdfast.metadata.postgres import PostgresMetadata
 from holdfast.model import Batch, Stream
 from holdfast.runtime.keeper import Keeper, SessionRecord, SubscriptionRecord, record_of, subscription_name
 from holdfast.sessions.session import Rows, Session, Subscription
-from holdfast.store.postgres import PostgresStore
+from holdfast.store import StoreOptions, open_metadata, open_store
 from servers import EtcdServer, PostgresServer
 
 S = Stream("messages", 3, 2)
@@ -318,7 +317,7 @@ def test_a_failed_flush_stays_dirty_and_what_came_meanwhile_goes_with_the_next()
 
 def test_cursors_survive_a_database_that_was_down(postgres_server: PostgresServer, postgres_url: str):
     session = with_acks(count=2)
-    with PostgresMetadata(PostgresStore(postgres_url, retry_seconds=0.3), owned=True) as metadata:
+    with open_store(postgres_url, StoreOptions(retry_seconds=0.3)).metadata() as metadata:
 
         async def work(keeper: Keeper) -> None:
             await keeper.flush([session], {S: 10})

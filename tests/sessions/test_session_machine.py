@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast.cursors import Cursor, cursor_key
-from holdfast.metadata import open_metadata
 from holdfast.model import Batch, Stream
 from holdfast.runtime.keeper import Keeper, SessionRecord, record_of, subscription_name
 from holdfast.sessions.session import RELEASED, Rows, Session, Subscription
+from holdfast.store import open_metadata
 from holdfast.topics import match
 
 SHARDS = 2

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from holdfast.cursors.cursor import Cursor, cursor_key
-from holdfast.metadata import open_metadata
 from holdfast.model import Stream
+from holdfast.store import open_metadata
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -28,13 +28,12 @@ from holdfast.machine import Address, Send
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
 from holdfast.model import Batch, Stream
 from holdfast.runtime.batch_members import BatchMembers
-from holdfast.runtime.bus import LocalBus, PostgresBus
+from holdfast.runtime.bus import NodeBus
 from holdfast.runtime.dispatch import rows_of
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.ingest import LOG
 from holdfast.sessions.session import Session, Subscription
 from holdfast.sessions.shared import LoanFeed
-from holdfast.store.postgres import PostgresStore
 from holdfast.topics import TopicFilter
 
 if TYPE_CHECKING:
@@ -95,12 +94,7 @@ class GroupHost:
         self._outbox: list[tuple[Address, Any]] = []
 
     def start(self) -> None:
-        store = getattr(self.log.backend, "store", None)
-        self.bus: LocalBus | PostgresBus = (
-            PostgresBus(store, self.node_id, self.deliver)
-            if isinstance(store, PostgresStore)
-            else LocalBus(self.deliver)
-        )
+        self.bus = NodeBus(self.node.store.bus(self.node_id), self.deliver)
         self.bus.start()
         self.registry = Driver(Registry(self.node_id, self.election_settings), self._registry_effect)
         self.node.spawn(self._pass_over())

@@ -20,9 +20,7 @@ from holdfast.cursors.cursor import cursor_key
 from holdfast.errors import HoldfastError, PeerError
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
-from holdfast.log import open_log
 from holdfast.log.retention import RetentionSettings, maintain
-from holdfast.metadata import open_metadata
 from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
@@ -38,7 +36,7 @@ from holdfast.runtime.wills import Wills
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.session import NEVER, Gap, Rows, Session
 from holdfast.settings import AuthSettings, Settings
-from holdfast.store.postgres import PostgresStore
+from holdfast.store import open_metadata, open_store
 
 logger = logging.getLogger("holdfast.node")
 
@@ -51,12 +49,12 @@ class Node:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.node_id = settings.node_id or f"node-{secrets.token_hex(4)}"
-        self.log = open_log(settings.store_url)
+        self.store = open_store(settings.store_url)
+        self.log = self.store.log()
         self.log.create(LOG, settings.log.shards, settings.log.shard_by)
-        self.metadata = open_metadata(settings.metadata or self._shared_store())
+        self.metadata = open_metadata(settings.metadata) if settings.metadata else self.store.metadata()
         self.keeper = Keeper(self.metadata, settings.sessions.on_trimmed)
-        shared = isinstance(self._shared_store(), PostgresStore)
-        self.wills = Wills(self.keeper, (settings.node_id or None) if shared else "", self._publish_will)
+        self.wills = Wills(self.keeper, (settings.node_id or None) if self.store.shared else "", self._publish_will)
         self.auth = Authenticator(auth_settings(settings.auth))
         self.names: dict[bytes, str] = {}
         """Topics by their bytes, shared by all connections that may publish anywhere."""
@@ -75,9 +73,6 @@ class Node:
         self._order = itertools.count()
         self._stopping = False
         self._next_turn = 0.0
-
-    def _shared_store(self) -> Any:
-        return getattr(self.log.backend, "store", None) or "memory:"
 
     # -- start and stop ----------------------------------------------------------------------------------
 
@@ -143,7 +138,7 @@ class Node:
         self.dispatcher.close()
         self.keeper.close()
         self.metadata.close()
-        self.log.close()
+        self.store.close()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from holdfast.cursors.cursor import Cursor, cursor_key
-from holdfast.metadata import Delete, Put, VersionMismatch, open_metadata
+from holdfast.metadata import Delete, Put, VersionMismatch
 from holdfast.metadata.contract import Metadata
 from holdfast.model import Stream
 from holdfast.spark.offsets import Key, Place
+from holdfast.store import open_metadata
 
 FLUSH_SECONDS = 5.0
 _CHANGES_MAX = 100

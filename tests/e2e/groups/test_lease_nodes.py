@@ -11,7 +11,7 @@ from holdfast.batch import BatchClient
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
 from holdfast.groups.record import progress_key
-from holdfast.metadata import open_metadata
+from holdfast.store import open_metadata
 from node import Node
 
 SHARDS = QUICK["log.shards"]
