@@ -113,7 +113,8 @@ class Child:
     """Python in a process of its own; `store` is the metadata store, and it says a line when it is ready."""
 
     def __init__(self, url: str, code: str):
-        start = "import sys, time\nfrom holdfast.metadata import *\nfrom holdfast.store import open_metadata\nurl = sys.argv[1]\n"
+        start = "import sys, time\nfrom holdfast.metadata import *\nfrom holdfast.store import open_metadata\n"
+        start += "url = sys.argv[1]\n"
         self._process = subprocess.Popen(
             [sys.executable, "-c", start + code, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

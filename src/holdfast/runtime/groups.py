@@ -22,8 +22,9 @@ from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId, Loan
-from holdfast.groups.record import GroupRecord, claim_key, loaded, progress_key, record_key, stored
+from holdfast.groups.record import GroupRecord, loaded, stored
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
+from holdfast.keys import claim_key, progress_key, record_key
 from holdfast.machine import Address, Send
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
 from holdfast.model import Batch, Stream

@@ -16,10 +16,10 @@ from typing import Any
 from holdfast.auth import authenticator
 from holdfast.auth.authenticator import Authenticator
 from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal
-from holdfast.cursors.cursor import cursor_key
 from holdfast.errors import HoldfastError, PeerError
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
+from holdfast.keys import cursors_of_stream
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import packets as p
@@ -454,8 +454,7 @@ class Node:
                 logger.warning("upkeep: %s", error)
 
     def _forget_stream(self, stream: Stream) -> None:
-        prefix = cursor_key(LOG, stream, "").removesuffix("/cursor")
-        self.keeper.cursors.delete(self.metadata.list(prefix))
+        self.keeper.cursors.delete(self.metadata.list(cursors_of_stream(stream)))
 
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""

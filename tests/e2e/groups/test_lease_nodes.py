@@ -10,7 +10,7 @@ from e2e.groups.conftest import LEASE_SECONDS, QUICK, TIMEOUT_SECONDS
 from holdfast.batch import BatchClient
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
-from holdfast.groups.record import progress_key
+from holdfast.keys import progress_key
 from holdfast.store import open_metadata
 from node import Node
 
