@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
-from holdfast.cursors import Cursor, cursor_key
+from holdfast.cursors import Cursor
 from holdfast.cursors.flush import CursorStore
 from holdfast.errors import RequestError, StoreError
-from holdfast.metadata import Metadata, open_metadata
+from holdfast.keys import named_cursor_key, session_cursor_key
+from holdfast.metadata import Metadata
 from holdfast.metadata.etcd import EtcdMetadata
-from holdfast.metadata.postgres import PostgresMetadata
 from holdfast.model import Batch, Stream
 from holdfast.mqtt.inbound import Inbound
-from holdfast.runtime.keeper import Keeper, SessionRecord, SubscriptionRecord, record_of, subscription_name
+from holdfast.runtime.keeper import Keeper, SessionRecord, SubscriptionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
-from holdfast.store.postgres import PostgresStore
+from holdfast.store import StoreOptions, open_metadata, open_store
 from servers import EtcdServer, PostgresServer
 
 S = Stream("messages", 3, 2)
-KEY = cursor_key("messages", S, "car-1 vehicle/#")
+KEY = session_cursor_key(S, "car-1", "vehicle/#")
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres", "etcd"])
@@ -122,7 +122,7 @@ def test_a_holder_of_an_older_epoch_changes_nothing(metadata):
 
 def test_one_stale_cursor_does_not_hold_up_the_others(metadata):
     old, new = CursorStore(metadata), CursorStore(metadata)
-    keys = [cursor_key("messages", S, f"s{n}") for n in range(5)]
+    keys = [named_cursor_key(S, f"s{n}") for n in range(5)]
     old.save({key: Cursor(1, epoch=1) for key in keys}, 0.0)
     new.load(keys[2])
     new.save({keys[2]: Cursor(2, epoch=2)}, 0.0)
@@ -141,7 +141,7 @@ def test_a_process_that_knows_no_version_yet_finds_what_is_there(metadata):
 
 def test_all_cursors_go_in_one_transaction(metadata):
     counted = Counted(metadata)
-    cursors = {cursor_key("messages", S, f"s{n}"): Cursor(n, epoch=1) for n in range(300)}
+    cursors = {named_cursor_key(S, f"s{n}"): Cursor(n, epoch=1) for n in range(300)}
     assert CursorStore(counted).save(cursors, 0.0) == set(cursors)
     if metadata.batch_max is None:
         assert counted.sizes == [300]
@@ -156,7 +156,7 @@ def test_all_cursors_go_in_one_transaction(metadata):
 def test_what_was_saved_before_a_failure_half_way_is_saved_and_the_rest_is_tried_again():
     with open_metadata("memory:") as inner:
         counted = Counted(inner, batch_max=2)
-        cursors = {cursor_key("messages", S, f"s{n}"): Cursor(n, epoch=1) for n in range(4)}
+        cursors = {named_cursor_key(S, f"s{n}"): Cursor(n, epoch=1) for n in range(4)}
         store, real = CursorStore(counted), counted.transact
 
         def fails_after_one(changes: Any, preconditions: Any = None) -> Any:
@@ -178,7 +178,7 @@ def test_what_was_saved_before_a_failure_half_way_is_saved_and_the_rest_is_tried
 
 def test_a_subscription_another_process_deleted_stays_deleted(metadata):
     mine, theirs = CursorStore(metadata), CursorStore(metadata)
-    other = cursor_key("messages", S, "other")
+    other = named_cursor_key(S, "other")
     mine.save({KEY: Cursor(5, epoch=1), other: Cursor(1, epoch=1)}, 0.0)
     theirs.delete([KEY])
     assert mine.save({KEY: Cursor(6, epoch=1), other: Cursor(2, epoch=1)}, 0.0) == {KEY, other}
@@ -227,7 +227,7 @@ def test_an_unreadable_cursor_that_appears_under_our_hands_is_not_written_over(s
 def unreadable(policy: str) -> Session:
     with open_metadata("memory:") as metadata:
         keeper = Keeper(metadata, policy)
-        metadata.put(cursor_key("messages", S, subscription_name("me", "#")), b"damaged")
+        metadata.put(session_cursor_key(S, "me", "#"), b"damaged")
         record = SessionRecord("me", 100, 1, True, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 4})])
         try:
             return keeper.restore(record, {S: 9})
@@ -261,7 +261,7 @@ def with_acks(name: str = "me", count: int = 3) -> Session:
 
 
 def key_of(session: Session) -> str:
-    return cursor_key("messages", S, subscription_name(session.client_id, "#"))
+    return session_cursor_key(S, session.client_id, "#")
 
 
 def run(metadata: Metadata, work: Callable[[Keeper], Any]) -> Any:
@@ -321,7 +321,7 @@ def test_a_failed_flush_stays_dirty_and_what_came_meanwhile_goes_with_the_next()
 
 def test_cursors_survive_a_database_that_was_down(postgres_server: PostgresServer, postgres_url: str):
     session = with_acks(count=2)
-    with PostgresMetadata(PostgresStore(postgres_url, retry_seconds=0.3), owned=True) as metadata:
+    with open_store(postgres_url, StoreOptions(retry_seconds=0.3)).metadata() as metadata:
 
         async def work(keeper: Keeper) -> None:
             await keeper.flush([session], {S: 10})
@@ -389,7 +389,7 @@ def test_many_session_records_go_together():
 
 def test_resume_from_progress(metadata):
     """Seed 002: with a cursor in the store, reading starts at the one after it; ranges above are passed over."""
-    key = cursor_key("messages", S, subscription_name("me", "#"))
+    key = session_cursor_key(S, "me", "#")
     CursorStore(metadata).save({key: Cursor(12, [(15, 16)], epoch=3)}, 0.0)
     record = SessionRecord("me", 100, 3, True, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 2})])
 
@@ -416,7 +416,7 @@ def test_without_progress_a_subscription_resumes_where_it_began():
 
 def test_messages_that_come_while_a_session_is_fetched_are_not_missed():
     with open_metadata("memory:") as metadata:
-        key = cursor_key("messages", S, subscription_name("me", "#"))
+        key = session_cursor_key(S, "me", "#")
         CursorStore(metadata).save({key: Cursor(19, epoch=1)}, 0.0)
         record = SessionRecord("me", 100, 1, False, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 2})])
 

@@ -16,15 +16,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from holdfast.cursors import Cursor, cursor_key
-from holdfast.metadata import open_metadata
+from holdfast.cursors import Cursor
+from holdfast.keys import session_cursor_key
 from holdfast.model import Batch, Stream
-from holdfast.runtime.keeper import Keeper, SessionRecord, record_of, subscription_name
+from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
 from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.window import RELEASED, Pubrec
+from holdfast.store import open_metadata
 from holdfast.topics import match
 
 SHARDS = 2
@@ -296,7 +297,7 @@ class SessionMachine(RuleBasedStateMachine):
                 self.check_stored(filter_text, stream)
 
     def check_stored(self, filter_text: str, stream: Stream) -> None:
-        entry = self.metadata.get(cursor_key("messages", stream, subscription_name("me", filter_text)))
+        entry = self.metadata.get(session_cursor_key(stream, "me", filter_text))
         assert entry is not None
         cursor = Cursor.from_json(entry.value)
         before = self.stored.get((filter_text, stream))

@@ -24,21 +24,21 @@ from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId, Loan
-from holdfast.groups.record import GroupRecord, claim_key, loaded, progress_key, record_key, stored
+from holdfast.groups.record import GroupRecord, loaded, stored
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
+from holdfast.keys import claim_key, progress_key, record_key
 from holdfast.machine import Address, Send
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
 from holdfast.model import Batch, Start, Stream
 from holdfast.mqtt.connection import Say
 from holdfast.runtime.batch_members import BatchMembers
-from holdfast.runtime.bus import LocalBus, PostgresBus
+from holdfast.runtime.bus import NodeBus
 from holdfast.runtime.delivery import rows_of
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.ingest import LOG
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import Subscription
-from holdfast.store.postgres import PostgresStore
 from holdfast.topics import TopicFilter
 
 if TYPE_CHECKING:
@@ -101,12 +101,7 @@ class GroupHost:
         self._outbox: list[tuple[Address, Any]] = []
 
     def start(self) -> None:
-        store = getattr(self.log.backend, "store", None)
-        self.bus: LocalBus | PostgresBus = (
-            PostgresBus(store, self.node_id, self.deliver)
-            if isinstance(store, PostgresStore)
-            else LocalBus(self.deliver)
-        )
+        self.bus = NodeBus(self.node.store.bus(self.node_id), self.deliver)
         self.bus.start()
         self.registry = Driver(Registry(self.node_id, self.election_settings), self._registry_effect)
         self.node.spawn(self._pass_over())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,14 +11,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.cursors.cursor import Cursor, cursor_key
+from holdfast.cursors.cursor import Cursor
 from holdfast.cursors.flush import CursorStore
 from holdfast.errors import HoldfastError, RequestError
 from holdfast.groups.shares import is_shared
+from holdfast.keys import SESSIONS, session_cursor_key, session_key
 from holdfast.metadata import Delete, Metadata, Put
 from holdfast.model import Stream
 from holdfast.mqtt.inbound import Inbound
-from holdfast.runtime.ingest import LOG
 from holdfast.sessions.positions import Gap, StreamOrigin
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
@@ -28,8 +27,6 @@ from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 logger = logging.getLogger("holdfast.keeper")
 
 T = TypeVar("T")
-PREFIX = "/holdfast/sessions/"
-NAME_MAX = 200
 TRANSACTION_BYTES = 1 << 20
 """etcd takes no larger ones."""
 
@@ -58,27 +55,6 @@ class SessionRecord(msgspec.Struct):
     in_flight: dict[str, tuple[str, int, int]] = {}
     """Packet id -> stream, offset, QoS; only of a node that was stopped cleanly."""
     received: list[int] = []
-
-
-def session_key(client_id: str) -> str:
-    return PREFIX + short_name(client_id)
-
-
-def short_name(client_id: str) -> str:
-    """A client id as the last part of a key."""
-    return _short(client_id.replace("%", "%25").replace("/", "%2F"))
-
-
-def subscription_name(client_id: str, filter_text: str) -> str:
-    """As it stands in a cursor's key: which is the client's and which the filter's part is always plain."""
-    return _short(f"{client_id.replace('%', '%25').replace(' ', '%20')} {filter_text}")
-
-
-def _short(name: str) -> str:
-    """Keys are bounded, client ids and filters hardly are: a long name is known by its hash."""
-    if len(name) <= NAME_MAX and len(name.encode()) <= NAME_MAX:
-        return name
-    return f"{name[:32]}~{hashlib.sha256(name.encode()).hexdigest()}"
 
 
 def record_of(session: Session, connected: bool, now: float, clean_stop: bool = False) -> SessionRecord:
@@ -190,7 +166,7 @@ class Keeper:
     def load_all(self) -> list[SessionRecord]:
         """Every stored session (on the keeper's thread or before it matters)."""
         found = []
-        for key, entry in self.metadata.list(PREFIX).items():
+        for key, entry in self.metadata.list(SESSIONS).items():
             try:
                 found.append(msgspec.json.decode(entry.value, type=SessionRecord))
             except msgspec.MsgspecError as error:
@@ -235,7 +211,7 @@ class Keeper:
         """Streams that were dropped while nobody was there to see it, with something of them unread for all we know."""
         for subscription in session.subscriptions:
             for stream in [s for s in subscription.since if s not in heads]:
-                key = cursor_key(LOG, stream, subscription_name(session.client_id, subscription.filter))
+                key = session_cursor_key(stream, session.client_id, subscription.filter)
                 cursor = self.cursors.load(key)
                 if cursor is not None:
                     session.positions.behind[stream] = max(cursor.floor, session.positions.behind.get(stream, 0))
@@ -248,9 +224,8 @@ class Keeper:
             since = subscription.since.get(stream, 0)  # a stream it does not know is younger than itself
             if stream not in subscription.since and stream.generation < _oldest(subscription):
                 since = head  # or much older: only the lake has it, and nobody asked for it
-            name = subscription_name(session.client_id, subscription.filter)
             try:
-                cursor = self.cursors.load(cursor_key(LOG, stream, name))
+                cursor = self.cursors.load(session_cursor_key(stream, session.client_id, subscription.filter))
             except RequestError as error:
                 cursor = self._unreadable(session, stream, error, since, head)
             starts[subscription.filter] = since if cursor is None else max(since, min(cursor.floor, head))
@@ -290,7 +265,7 @@ class Keeper:
             if not session.durable:
                 continue
             for (filter_text, stream), cursor in session.cursors(dirty, heads).items():
-                key = cursor_key(LOG, stream, subscription_name(session.client_id, filter_text))
+                key = session_cursor_key(stream, session.client_id, filter_text)
                 wanted[key] = cursor
                 owners[key] = (session, stream)
         if not wanted:
@@ -306,7 +281,7 @@ class Keeper:
         return len(settled)
 
     async def delete_cursors(self, client_id: str, filters: list[str], heads: dict[Stream, int]) -> None:
-        keys = [cursor_key(LOG, stream, subscription_name(client_id, f)) for stream in heads for f in filters]
+        keys = [session_cursor_key(stream, client_id, f) for stream in heads for f in filters]
         if keys:
             await self.call(self.cursors.delete, keys)
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from holdfast.auth.authenticator import Authenticator
-from holdfast.cursors.cursor import cursor_key
 from holdfast.errors import HoldfastError
-from holdfast.log import open_log
+from holdfast.keys import cursors_of_stream
 from holdfast.log.retention import RetentionSettings, maintain
-from holdfast.metadata import open_metadata
 from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
@@ -35,7 +33,7 @@ from holdfast.runtime.wills import Wills
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.session import Session
 from holdfast.settings import Settings
-from holdfast.store.postgres import PostgresStore
+from holdfast.store import open_metadata, open_store
 
 logger = logging.getLogger("holdfast.node")
 
@@ -48,12 +46,12 @@ class Node:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.node_id = settings.node_id or f"node-{secrets.token_hex(4)}"
-        self.log = open_log(settings.store_url)
+        self.store = open_store(settings.store_url)
+        self.log = self.store.log()
         self.log.create(LOG, settings.log.shards, settings.log.shard_by)
-        self.metadata = open_metadata(settings.metadata or self._shared_store())
+        self.metadata = open_metadata(settings.metadata) if settings.metadata else self.store.metadata()
         self.keeper = Keeper(self.metadata, settings.sessions.on_trimmed)
-        self._shared = isinstance(self._shared_store(), PostgresStore)
-        self.wills = Wills(self.keeper, (settings.node_id or None) if self._shared else "", self._publish_will)
+        self.wills = Wills(self.keeper, (settings.node_id or None) if self.store.shared else "", self._publish_will)
         self.auth = Authenticator(auth_options(settings.auth))
         self.ready = False
         self.failure: str | None = None
@@ -61,9 +59,6 @@ class Node:
         """Set when the node cannot go on: whoever runs it should stop it."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
-
-    def _shared_store(self) -> Any:
-        return getattr(self.log.backend, "store", None) or "memory:"
 
     # -- start and stop ----------------------------------------------------------------------------------
 
@@ -107,7 +102,7 @@ class Node:
             self.notices,
             groups_enabled=settings.groups.enabled,
             subscriptions_max=settings.limits.subscriptions_max,
-            shared_store=self._shared,
+            shared_store=self.store.shared,
         )
         self.front = Front(
             settings,
@@ -174,7 +169,7 @@ class Node:
         self.delivery.close()
         self.keeper.close()
         self.metadata.close()
-        self.log.close()
+        self.store.close()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """For work that ends by itself; what goes on for ever is the supervisor's."""
@@ -230,8 +225,7 @@ class Node:
                 logger.warning("upkeep: %s", error)
 
     def _forget_stream(self, stream: Stream) -> None:
-        prefix = cursor_key(LOG, stream, "").removesuffix("/cursor")
-        self.keeper.cursors.delete(self.metadata.list(prefix))
+        self.keeper.cursors.delete(self.metadata.list(cursors_of_stream(stream)))
 
     # -- publishing from within ------------------------------------------------------------------------------
 
