@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from holdfast.errors import RequestError
 
 TOPIC_BYTES_MAX = 65_535
+LEVELS_MAX = 128
+"""Levels in a topic or filter. Trees hold a node for each: without a bound, 64 KiB could cost megabytes."""
 
 
 def _size(text: str, what: str) -> int:
@@ -38,6 +40,11 @@ def check_topic(topic: str) -> str:
     return topic
 
 
+def too_deep(text: str) -> bool:
+    """Whether a topic or filter has more levels than are taken."""
+    return text.count("/") >= LEVELS_MAX
+
+
 def check_filter(text: str) -> str:
     """The filter itself, or a RequestError that names it."""
     if not text:
@@ -46,6 +53,8 @@ def check_filter(text: str) -> str:
         raise RequestError(f"filter {_show(text)} is longer than {TOPIC_BYTES_MAX} bytes")
     if "\0" in text:
         raise RequestError(f"filter {_show(text)} contains NUL")
+    if too_deep(text):
+        raise RequestError(f"filter {_show(text)} has more than {LEVELS_MAX} levels")
     levels = text.split("/")
     for at, level in enumerate(levels):
         if "#" in level and (level != "#" or at != len(levels) - 1):

@@ -271,6 +271,8 @@ class Connection(asyncio.Protocol):
         """A topic the shared table does not know yet; None: the codec's way, which knows what to say."""
         if alias:
             if alias > self.node.settings.mqtt.topic_alias_maximum:
+                if raw:
+                    topic_name(raw)  # a packet that is malformed as well is told that first
                 raise PeerError(f"topic alias {alias} is above our maximum", Reason.TOPIC_ALIAS_INVALID)
             if not raw:
                 known = self._aliases.get(alias)
@@ -360,7 +362,7 @@ class Connection(asyncio.Protocol):
 
     def store_failed(self) -> None:
         """Publishes of this connection could not be stored: it must send them again."""
-        self.close(Reason.SERVER_UNAVAILABLE)
+        self.close(Reason.SERVER_BUSY)
 
     # -- everything else ---------------------------------------------------------------------------------
 
@@ -572,7 +574,10 @@ class Connection(asyncio.Protocol):
         if packet.packet_id in self.session.received:
             self.session.received.discard(packet.packet_id)
             self.unacked -= 1
-        self.send(b"\x70\x02" + PACKET_IDS[packet.packet_id])
+            reason = 0
+        else:
+            reason = Reason.PACKET_ID_NOT_FOUND
+        self.send(codec.encode_acknowledgement(p.Pubcomp(packet.packet_id, reason), self.version))
 
     def _on_pubcomp(self, packet: p.Pubcomp) -> None:
         assert self.session is not None
@@ -594,7 +599,7 @@ class Connection(asyncio.Protocol):
             self._end(codec.farewell(error, 0x82, b"", self.version))
         except HoldfastError as error:
             logger.error("%s: %s", self.peer, error)
-            self.close(Reason.SERVER_UNAVAILABLE)
+            self.close(Reason.SERVER_BUSY)
         except Exception:
             logger.exception("%s: our own fault; the connection is ended", self.peer)
             self.close(Reason.UNSPECIFIED_ERROR)

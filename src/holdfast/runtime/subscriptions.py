@@ -18,6 +18,7 @@ from holdfast.runtime.connection import Connection
 from holdfast.runtime.ingest import LOG
 from holdfast.runtime.keeper import record_of
 from holdfast.sessions.session import Session, Subscription
+from holdfast.topics import too_deep
 
 if TYPE_CHECKING:
     from holdfast.runtime.node import Node
@@ -81,6 +82,8 @@ class Subscriptions:
                 topics = parse_share(topics).filter
             except RequestError:
                 return Reason.TOPIC_FILTER_INVALID
+        if too_deep(topics):
+            return Reason.TOPIC_FILTER_INVALID
         known = request.filter in session.subscriptions or request.filter in session.shared
         if (
             not known
