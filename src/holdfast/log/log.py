@@ -45,7 +45,7 @@ from holdfast.model import (
     check_log_name,
     now_micros,
 )
-from holdfast.topics import TopicFilter, Wanted, check_topic
+from holdfast.topics import TopicFilter, Wanted, check_topic, prefixes
 
 SHARDS = 16
 SHARDS_MAX = 4096
@@ -322,7 +322,7 @@ class Log:
                 continue
             if head.sealed and number not in alive:
                 alive[number] = any(
-                    part.matching(self.backend.topics(log, number, part.prefix)) for part in wanted.parts
+                    wanted.matching(self.backend.topics(log, number, prefix)) for prefix in prefixes(wanted.parts)
                 )
             if alive.get(number, True):
                 found.append(head)
