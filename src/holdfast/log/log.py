@@ -230,6 +230,10 @@ class Log:
         """The last words on each topic that has any."""
         return self.backend.retained(log)
 
+    def forget_retained(self, log: str, gone: Sequence[tuple[str, Micros]]) -> None:
+        """Forget the last words on these topics, each only if it still is the one of that time."""
+        self.backend.forget_retained(log, gone)
+
     # -- reading -------------------------------------------------------------------------------------
 
     def read(

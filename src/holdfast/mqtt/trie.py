@@ -367,27 +367,19 @@ class TopicTree:
         waiting: list[tuple[_Level | None, int]] = []
         node: _Level | None = self._root
         depth = 0
-        while True:
-            if node is not None:
-                # `node` matches the first `depth` levels.
-                while depth < end and levels[depth] != "+":
-                    node = node.named.get(levels[depth])
-                    depth += 1
-                    if node is None:
-                        break
-            if node is not None:
-                is_met = depth >= end
-                yield node.topic if is_met and node.topic is not None and node.number < before else None
-                if depth < end or all_below:
-                    waiting.append((node.first, depth + 1))
+        while node is not None:
+            # `node` matches the first `depth` levels, and is to match those up to the next wildcard.
+            while node is not None and depth < end and levels[depth] != "+":
+                node = node.named.get(levels[depth])
+                depth += 1
+            yield None if node is None or depth < end or node.number >= before else node.topic
+            if node is not None and (depth < end or all_below):
+                waiting.append((node.first, depth + 1))
             # The next one: of the deepest list that has any left.
             node = None
-            while waiting:
+            while waiting and node is None:
                 node, depth = waiting.pop()
                 while node is not None and (node.gone or (depth == 1 and node.name[:1] == "$")):
                     node = node.after
                 if node is not None:
                     waiting.append((node.after, depth))
-                    break
-            if node is None:
-                return

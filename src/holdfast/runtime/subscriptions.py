@@ -14,7 +14,7 @@ from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.batch_members import is_control
-from holdfast.runtime.connection import Connection
+from holdfast.runtime.connection import NO_LIMIT, Connection
 from holdfast.runtime.ingest import LOG
 from holdfast.runtime.keeper import record_of
 from holdfast.sessions.session import Session, Subscription
@@ -27,6 +27,7 @@ logger = logging.getLogger("holdfast.node")
 
 START_PROPERTY = "holdfast-start"
 RECORD_BYTES_MAX = 900_000
+RETAINED_ROWS = 1_024
 
 
 class Subscriptions:
@@ -152,8 +153,8 @@ class Subscriptions:
         if connection.session is session:
             self._node.dispatcher.live.add(request.filter, connection)
         if request.retain_handling == 0 or (request.retain_handling == 1 and new):
-            rows = self._node.retained.rows_for(request.filter, time.time())
-            if rows is not None:
+            selection = self._node.retained.select(request.filter)
+            while (rows := selection.take(RETAINED_ROWS, NO_LIMIT, time.time())) is not None:
                 session.put_ready(rows, range(len(rows.topics)))
 
     async def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
