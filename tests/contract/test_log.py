@@ -197,6 +197,19 @@ def test_retained_messages_are_kept_replaced_and_cleared_with_the_append(opener:
     assert log.retained("messages") == []
 
 
+def test_a_retained_message_is_forgotten_only_if_it_is_still_the_one_that_was_meant(opener: Opener, log: Log) -> None:
+    def last(topic: str, time: int) -> Retained:
+        return Retained(topic, b"x", "p", 5, None, time)
+
+    log.append("one", Batch(["t"], [b""]), retained=[last("a", 1), last("b", 2), last("c", 3), last("ü/+", 4)])
+    log.append("one", Batch(["t"], [b""]), retained=[last("b", 5)])
+    log.forget_retained("one", [("b", 2), ("never", 1), ("a", 1), ("ü/+", 4)])
+    assert sorted(opener().retained("one")) == [last("b", 5), last("c", 3)]
+    log.forget_retained("messages", [("c", 3)])
+    log.forget_retained("one", [])
+    assert sorted(log.retained("one")) == [last("b", 5), last("c", 3)]
+
+
 # -- reading ---------------------------------------------------------------------------------------------
 
 

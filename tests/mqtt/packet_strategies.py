@@ -161,7 +161,7 @@ def disconnects(version: int) -> st.SearchStrategy:
     if version < p.V5:
         return st.builds(p.Disconnect)
     found = only(session_expiry=u32, reason_string=texts, server_reference=texts)
-    return st.builds(p.Disconnect, st.integers(0, 255), found)
+    return st.builds(p.Disconnect, code(reasons.IN_DISCONNECT), found)
 
 
 @cache

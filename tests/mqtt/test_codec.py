@@ -163,7 +163,7 @@ def test_what_cannot_be_written_is_refused_by_name():
         ("10 0004'MQTT' 05 02 0001 05 27 00000000 0001'c'", PROTOCOL),
         ("10 0004'MQTT' 05 02 0001 02 17 02 0001'c'", PROTOCOL),
         ("10 0004'MQTT' 05 02 0001 04 16 0001'd' 0001'c'", PROTOCOL),
-        ("10 0004'MQTT' 05 06 0001 00 0001'c' 05 11 00000001 0001'w' 0000", PROTOCOL),
+        ("10 0004'MQTT' 05 06 0001 00 0001'c' 05 11 00000001 0001'w' 0000", MALFORMED),
     ],
 )
 def test_a_connect_that_is_refused(text, reason):
@@ -193,7 +193,8 @@ def test_a_will_keeps_its_message_properties_on_the_wire_and_its_delay_apart():
         ("38 0001't'", V311, MALFORMED),
         ("32 0001't' 0000", V311, PROTOCOL),
         ("30 0000", V311, MALFORMED),
-        ("30 0000 00", V5, MALFORMED),
+        ("30 0000 00", V5, PROTOCOL),
+        ("30 0001't' 05 11 00000001", V5, MALFORMED),
         ("30 0003'a/+'", V311, MALFORMED),
         ("30 0002'a'00", V311, MALFORMED),
         ("30 0003 EDA080", V311, MALFORMED),
@@ -212,28 +213,35 @@ def test_a_will_keeps_its_message_properties_on_the_wire_and_its_delay_apart():
         ("62 0001 10", V5, PROTOCOL),
         ("80 0001 0001'a'00", V311, MALFORMED),
         ("82 0000 0001'a'00", V311, PROTOCOL),
-        ("82 0001", V311, MALFORMED),
+        ("82 0001", V311, PROTOCOL),
+        ("82 0001 00", V5, PROTOCOL),
         ("82 0001 0000 00", V311, MALFORMED),
-        ("82 0001 0001'a' 03", V311, MALFORMED),
+        ("82 0001 0001'a' 03", V311, PROTOCOL),
+        ("82 0001 00 0001'a' 03", V5, PROTOCOL),
         ("82 0001 0001'a' 04", V311, MALFORMED),
-        ("82 0001 00 0001'a' 30", V5, MALFORMED),
+        ("82 0001 00 0001'a' 30", V5, PROTOCOL),
+        ("82 0001 00 0001'a' 40", V5, MALFORMED),
         ("82 0001 00 0001'a' C0", V5, MALFORMED),
         ("82 0001 0003'a#b' 00", V311, Reason.TOPIC_FILTER_INVALID),
         ("82 0001 0005'a/#/b' 00", V311, Reason.TOPIC_FILTER_INVALID),
-        ("82 0001 0101" + "2F" * 257 + "00", V311, Reason.TOPIC_FILTER_INVALID),
         ("82 0001 00 0008'$share/g' 00", V5, PROTOCOL),
         ("82 0001 00 0009'$share//a' 00", V5, PROTOCOL),
         ("82 0001 00 000A'$share/+/a' 00", V5, PROTOCOL),
         ("82 0001 00 000A'$share/g/a' 04", V5, PROTOCOL),
-        ("82 0001 02 0B 00 0001'a' 00", V5, MALFORMED),
+        ("82 0001 02 0B 00 0001'a' 00", V5, PROTOCOL),
         ("82 0001 04 0B01 0B02 0001'a' 00", V5, PROTOCOL),
-        ("A2 0001", V311, MALFORMED),
+        ("8A 0001 0001'a'00", V311, MALFORMED),
+        ("8A 0001 00 0001'a'00", V5, MALFORMED),
+        ("83 0001 0001'a'00", V31, MALFORMED),
+        ("A2 0001", V311, PROTOCOL),
+        ("A2 0001 00", V5, PROTOCOL),
         ("A2 0001 0000", V311, MALFORMED),
         ("C0 00", V311, MALFORMED),
         ("C1", V311, MALFORMED),
         ("E0 00", V311, MALFORMED),
         ("E0 00 00 00", V5, MALFORMED),
-        ("E0 00 02 01 00", V5, PROTOCOL),
+        ("E0 00 02 01 00", V5, MALFORMED),
+        ("6A 0001", V311, MALFORMED),
         ("F0", V311, PROTOCOL),
         ("F0 55", V5, PROTOCOL),
         ("00", V5, PROTOCOL),
@@ -272,8 +280,9 @@ def test_what_a_client_refuses(text, version, reason):
     assert refused(text, version, codec.decode_for_client) == reason
 
 
-def test_any_reason_to_leave_is_accepted():
-    assert read("E0 77", V5) == Disconnect(0x77)
+def test_any_reason_to_leave_is_accepted_and_an_unknown_one_counts_as_unspecified():
+    assert read("E0 04", V5) == Disconnect(Reason.DISCONNECT_WITH_WILL)
+    assert read("E0 77", V5) == Disconnect(Reason.UNSPECIFIED_ERROR)
 
 
 def test_one_subscription_identifier_from_a_publisher_is_tolerated_and_two_are_not():
@@ -290,6 +299,18 @@ def test_the_message_names_what_was_wrong():
         read("82 0001 0009'a'", V311)
     with pytest.raises(PeerError, match="PUBLISH may not have the property reason_string"):
         read("30 0001't' 04 1F 0001'r'", V5)
+
+
+def test_mqtt_3_1_may_send_a_request_again_as_a_duplicate():
+    assert read("8A 0001 0001'a'00", V31) == Subscribe(1, (FilterRequest("a"),))
+    assert read("AA 0001 0001'a'", V31) == Unsubscribe(1, ("a",))
+    assert read("6A 0001", V31) == Pubrel(1)
+
+
+def test_a_filter_with_too_many_levels_is_for_the_suback_to_refuse():
+    deep = "/" * 200
+    assert read("82 0001 00C8" + "2F" * 200 + "00", V311) == Subscribe(1, (FilterRequest(deep),))
+    assert read("A2 0001 00C8" + "2F" * 200, V311) == Unsubscribe(1, (deep,))
 
 
 # --- frames
@@ -327,7 +348,7 @@ def last_words(text: str, version: int | None, **options) -> bytes:
 
 
 def test_mqtt_5_is_told_why_and_mqtt_3_just_closed():
-    assert last_words("30 0000 00", V5) == unhex("E0 01 81")
+    assert last_words("30 0000 00", V5) == unhex("E0 01 82")
     assert last_words("30 0000", V311) == b""
 
 
@@ -352,7 +373,74 @@ def test_a_connect_is_answered_where_there_is_something_to_say():
     assert last_words("D0", None) == b""
 
 
+def test_last_words_are_legal_whatever_the_error_was():
+    for code in (code for code in Reason if code >= 0x80):
+        said = codec.farewell(PeerError("wrong", code), 0x30, b"", V5)
+        assert said[:2] == b"\xe0\1" and said[2] in reasons.IN_DISCONNECT_FROM_BROKER
+    assert codec.farewell(PeerError("no store", Reason.SERVER_UNAVAILABLE), 0x82, b"", V5) == unhex("E0 01 89")
+
+
 # --- reasons
+
+# Table 2-6 of MQTT 5, by name, written down a second time: for each packet, what it may say.
+MAY_SAY = {
+    Connack: (
+        "SUCCESS UNSPECIFIED_ERROR MALFORMED_PACKET PROTOCOL_ERROR IMPLEMENTATION_SPECIFIC_ERROR "
+        "UNSUPPORTED_PROTOCOL_VERSION CLIENT_ID_NOT_VALID BAD_USER_NAME_OR_PASSWORD NOT_AUTHORIZED SERVER_UNAVAILABLE "
+        "SERVER_BUSY BANNED BAD_AUTHENTICATION_METHOD TOPIC_NAME_INVALID PACKET_TOO_LARGE QUOTA_EXCEEDED "
+        "PAYLOAD_FORMAT_INVALID RETAIN_NOT_SUPPORTED QOS_NOT_SUPPORTED USE_ANOTHER_SERVER SERVER_MOVED "
+        "CONNECTION_RATE_EXCEEDED"
+    ),
+    Puback: (
+        "SUCCESS NO_MATCHING_SUBSCRIBERS UNSPECIFIED_ERROR IMPLEMENTATION_SPECIFIC_ERROR NOT_AUTHORIZED "
+        "TOPIC_NAME_INVALID PACKET_ID_IN_USE QUOTA_EXCEEDED PAYLOAD_FORMAT_INVALID"
+    ),
+    Pubrec: (
+        "SUCCESS NO_MATCHING_SUBSCRIBERS UNSPECIFIED_ERROR IMPLEMENTATION_SPECIFIC_ERROR NOT_AUTHORIZED "
+        "TOPIC_NAME_INVALID PACKET_ID_IN_USE QUOTA_EXCEEDED PAYLOAD_FORMAT_INVALID"
+    ),
+    Pubrel: "SUCCESS PACKET_ID_NOT_FOUND",
+    Pubcomp: "SUCCESS PACKET_ID_NOT_FOUND",
+    Suback: (
+        "GRANTED_QOS_0 GRANTED_QOS_1 GRANTED_QOS_2 UNSPECIFIED_ERROR IMPLEMENTATION_SPECIFIC_ERROR NOT_AUTHORIZED "
+        "TOPIC_FILTER_INVALID PACKET_ID_IN_USE QUOTA_EXCEEDED SHARED_SUBSCRIPTIONS_NOT_SUPPORTED "
+        "SUBSCRIPTION_IDENTIFIERS_NOT_SUPPORTED WILDCARD_SUBSCRIPTIONS_NOT_SUPPORTED"
+    ),
+    Unsuback: (
+        "SUCCESS NO_SUBSCRIPTION_EXISTED UNSPECIFIED_ERROR IMPLEMENTATION_SPECIFIC_ERROR NOT_AUTHORIZED "
+        "TOPIC_FILTER_INVALID PACKET_ID_IN_USE"
+    ),
+    Disconnect: (
+        "NORMAL_DISCONNECTION DISCONNECT_WITH_WILL UNSPECIFIED_ERROR MALFORMED_PACKET PROTOCOL_ERROR "
+        "IMPLEMENTATION_SPECIFIC_ERROR NOT_AUTHORIZED SERVER_BUSY SERVER_SHUTTING_DOWN KEEP_ALIVE_TIMEOUT "
+        "SESSION_TAKEN_OVER TOPIC_FILTER_INVALID TOPIC_NAME_INVALID RECEIVE_MAXIMUM_EXCEEDED TOPIC_ALIAS_INVALID "
+        "PACKET_TOO_LARGE MESSAGE_RATE_TOO_HIGH QUOTA_EXCEEDED ADMINISTRATIVE_ACTION PAYLOAD_FORMAT_INVALID "
+        "RETAIN_NOT_SUPPORTED QOS_NOT_SUPPORTED USE_ANOTHER_SERVER SERVER_MOVED SHARED_SUBSCRIPTIONS_NOT_SUPPORTED "
+        "CONNECTION_RATE_EXCEEDED MAXIMUM_CONNECT_TIME SUBSCRIPTION_IDENTIFIERS_NOT_SUPPORTED "
+        "WILDCARD_SUBSCRIPTIONS_NOT_SUPPORTED"
+    ),
+    Auth: "SUCCESS CONTINUE_AUTHENTICATION REAUTHENTICATE",
+}
+
+
+def carrying(
+    kind: type, code: int
+) -> Connack | Puback | Pubrec | Pubrel | Pubcomp | Suback | Unsuback | Disconnect | Auth:
+    if kind in (Suback, Unsuback):
+        return kind(1, (0, code))
+    return kind(1, code) if kind in (Puback, Pubrec, Pubrel, Pubcomp) else kind(code)
+
+
+@pytest.mark.parametrize("version", [V311, V5])
+@pytest.mark.parametrize("kind", MAY_SAY, ids=lambda kind: kind.__name__)
+def test_a_packet_says_only_what_it_may_say(kind, version):
+    may = {Reason[name] for name in MAY_SAY[kind].split()}
+    for code in range(256):
+        if code in may:
+            assert codec.encode(carrying(kind, code), version)
+        else:
+            with pytest.raises(RequestError, match=f"{kind.__name__.upper()} may not have reason code 0x{code:02X}"):
+                codec.encode(carrying(kind, code), version)
 
 
 def test_every_refusal_has_an_mqtt_3_return_code():

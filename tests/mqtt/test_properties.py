@@ -42,7 +42,7 @@ def test_repeatable_properties_keep_their_order():
         (b"\x24\2", p.CONNACK, Reason.PROTOCOL_ERROR),
         (b"\1\2", p.PUBLISH, Reason.PROTOCOL_ERROR),
         (b"\x23\0\0", p.PUBLISH, Reason.TOPIC_ALIAS_INVALID),
-        (b"\x0b\0", p.SUBSCRIBE, Reason.MALFORMED_PACKET),
+        (b"\x0b\0", p.SUBSCRIBE, Reason.PROTOCOL_ERROR),
         (b"\x11\0\0\0\1" * 2, p.CONNECT, Reason.PROTOCOL_ERROR),
         (b"\x0b\1\x0b\2", p.PUBLISH, Reason.PROTOCOL_ERROR),
         (b"\x02\0\0\0\1" * 2, p.PUBLISH, Reason.PROTOCOL_ERROR),
@@ -59,9 +59,11 @@ def test_repeatable_properties_keep_their_order():
         (b"\x0b\x81\0", p.DELIVERY, Reason.MALFORMED_PACKET),
         (b"\x7f\0", p.PUBLISH, Reason.MALFORMED_PACKET),
         (b"\x82\0", p.PUBLISH, Reason.MALFORMED_PACKET),
-        (b"\x1f\0\1r", p.PUBLISH, Reason.PROTOCOL_ERROR),
+        (b"\x1f\0\1r", p.PUBLISH, Reason.MALFORMED_PACKET),
         (b"\x1f\0\1r", p.SUBSCRIBE, Reason.MALFORMED_PACKET),
-        (b"\x18\0\0\0\1", p.PUBLISH, Reason.PROTOCOL_ERROR),
+        (b"\x18\0\0\0\1", p.PUBLISH, Reason.MALFORMED_PACKET),
+        (b"\x01\0", p.PUBACK, Reason.MALFORMED_PACKET),
+        (b"\x01\0", p.CONNECT, Reason.MALFORMED_PACKET),
     ],
 )
 def test_a_property_that_is_refused(raw, place, reason):
@@ -72,9 +74,9 @@ def test_a_property_that_is_refused(raw, place, reason):
                 properties.forwardable(whole)
 
 
-def test_cut_short_is_worse_than_not_allowed():
-    assert refused(b"\x1f\0\1r", p.PUBLISH) == Reason.PROTOCOL_ERROR
-    assert refused(b"\x1f\0\1r\x1f\0", p.PUBLISH) == Reason.MALFORMED_PACKET
+def test_cut_short_is_worse_than_said_twice():
+    assert refused(b"\x03\0\1r\x03\0\1r", p.PUBLISH) == Reason.PROTOCOL_ERROR
+    assert refused(b"\x03\0\1r\x03\0\1r\x1f\0", p.PUBLISH) == Reason.MALFORMED_PACKET
 
 
 def test_free_text_may_hold_a_line_feed_but_names_may_not():

@@ -217,6 +217,8 @@ def test_retained_messages_are_stored_with_the_publish():
         bench.publish(Publisher("p"), inbox(1, ("t", 1 | RETAIN), ("u", 1)))
         await bench.ingest.drained()
         (kept,) = bench.log.retained(LOG)
+        # By its time it is recognised when it has expired: it is the one that the message has in the log.
+        assert [part.times for _, parts in bench.commits for part in parts.values()] == [kept.time]
         assert isinstance(kept, Retained) and (kept.topic, kept.payload, kept.publisher) == ("t", b"t 1", "p")
 
     run(work)

@@ -438,7 +438,8 @@ class Delivery:
         self, outlet: Outlet, rows: Rows, picks: Sequence[int], now: float, effects: list[DeliveryEffect]
     ) -> None:
         try:
-            if not outlet.session.offer(rows, picks, self._pending_bytes_max):
+            # Retained messages come first: what is committed meanwhile waits in the log.
+            if not outlet.session.offer(rows, picks, self._pending_bytes_max, hold=bool(outlet.retained)):
                 self._consider(outlet.own)
             self._serve(outlet, now, effects)
         except Exception as error:  # the others must get theirs all the same
@@ -536,7 +537,7 @@ class Delivery:
 
     def _serve(self, outlet: Outlet, now: float, effects: list[DeliveryEffect]) -> None:
         """Send what waits, if the socket takes it; read what is behind, if there is room for it."""
-        outgoing = outlet.session.outgoing
+        outgoing, more = outlet.session.outgoing, False
         if outlet.retained and not outlet.blocked and outgoing.rows < RETAINED_ROWS:
             self._take_retained(outlet, now)
         if outgoing.rows and not outlet.blocked:
@@ -549,9 +550,12 @@ class Delivery:
             )
             if out:
                 effects.append(Write(outlet, b"".join(out)))
-            if (taken >= WRITE_BYTES or outlet.retained) and not outlet.turn_asked:
-                outlet.turn_asked = True
-                effects.append(NextTurn(outlet))
+            more = taken >= WRITE_BYTES
+        if outlet.retained and not outlet.blocked and outgoing.rows < RETAINED_ROWS:
+            more = True
+        if more and not outlet.turn_asked:
+            outlet.turn_asked = True
+            effects.append(NextTurn(outlet))
         if outlet.loan_news:
             effects.append(LoanNews(outlet))
         if outlet.waiting and outlet.reads < READS_MAX:
@@ -570,7 +574,7 @@ class Delivery:
         for reader in list(outlet.waiting):
             if outlet.reads >= READS_MAX or 2 * outgoing.bytes > self._pending_bytes_max:
                 return
-            if reader is not outlet.own and outgoing.rows >= LOAN_ROWS:
+            if outlet.retained if reader is outlet.own else outgoing.rows >= LOAN_ROWS:
                 continue
             del outlet.waiting[reader]
             move(reader, ReaderStatus.READING)

@@ -244,6 +244,9 @@ class Backend(Protocol):
     def retained(self, log: str) -> list[Retained]:
         """Every retained message of a log."""
 
+    def forget_retained(self, log: str, gone: Sequence[tuple[str, Micros]]) -> None:
+        """Forget the retained messages of these topics, each only if it still is the one of that time."""
+
     def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         """The directory from the block that holds `offset` on (or the first after it)."""
 

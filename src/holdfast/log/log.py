@@ -45,7 +45,7 @@ from holdfast.model import (
     check_log_name,
     now_micros,
 )
-from holdfast.topics import TopicFilter, Wanted, check_topic
+from holdfast.topics import TopicFilter, Wanted, check_topic, prefixes
 
 SHARDS = 16
 SHARDS_MAX = 4096
@@ -241,6 +241,10 @@ class Log:
         """The last words on each topic that has any."""
         return self.backend.retained(log)
 
+    def forget_retained(self, log: str, gone: Sequence[tuple[str, Micros]]) -> None:
+        """Forget the last words on these topics, each only if it still is the one of that time."""
+        self.backend.forget_retained(log, gone)
+
     # -- reading -------------------------------------------------------------------------------------
 
     def read(
@@ -333,7 +337,7 @@ class Log:
                 continue
             if head.sealed and number not in alive:
                 alive[number] = any(
-                    part.matching(self.backend.topics(log, number, part.prefix)) for part in wanted.parts
+                    wanted.matching(self.backend.topics(log, number, prefix)) for prefix in prefixes(wanted.parts)
                 )
             if alive.get(number, True):
                 found.append(head)

@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.log import index
 from holdfast.log.contract import Backend, BlockEntry, Head
-from holdfast.topics import Wanted
+from holdfast.topics import Wanted, prefixes
 
 _PLANS_MAX = 1024
 _NEAR_END = 16
@@ -98,13 +98,10 @@ class Planner:
         return plan
 
     def _hashes(self, head: Head, wanted: Wanted) -> index.Hashes | None:
-        means: set[int] = set()
-        for part in wanted.parts:
-            if part.exact:
-                means.add(index.topic_hash(part.text))
-                continue
-            known = self._backend.topics(head.stream.log, head.stream.generation, part.prefix)
-            means.update(index.topic_hash(known[at]) for at in part.matching(known))
+        means = {index.topic_hash(part.text) for part in wanted.parts if part.exact}
+        for prefix in prefixes(part for part in wanted.parts if not part.exact):
+            known = self._backend.topics(head.stream.log, head.stream.generation, prefix)
+            means.update(index.topic_hash(known[at]) for at in wanted.matching(known))
             if len(means) > _TOPICS_MAX:
                 return None
         return np.array(sorted(means), "<u4")

@@ -106,6 +106,8 @@ def _decode(known: dict[int, _Decoder], first_byte: int, body: bytes, version: i
         wrong_flags = flags and kind in (p.SUBACK, p.UNSUBACK)
         code = Reason.MALFORMED_PACKET if wrong_flags else Reason.PROTOCOL_ERROR
         raise PeerError(f"{p.NAMES[kind]} (first byte 0x{first_byte:02X}) may not be sent here", code)
+    if kind in _WITH_FLAG_2 and version == p.V31:
+        flags &= ~8  # MQTT 3.1 sends these three again, marked as duplicates, where no answer came
     if kind not in (p.PUBLISH, p.CONNECT) and flags != (2 if kind in _WITH_FLAG_2 else 0):
         raise malformed(f"{p.NAMES[kind]} has fixed header flags 0x{flags:X}")
     return decoder(Reader(body, p.NAMES[kind]), flags, version)
@@ -200,7 +202,9 @@ def _publish(r: Reader, flags: int, version: int, place: int = p.PUBLISH) -> Pub
             raw, apart = props.split(sent, place, _APART_FROM_MESSAGE)
             alias = next((value for number, value, _, _ in apart if number == 0x23), 0)
             identifiers = tuple(value for number, value, _, _ in apart if number == 0x0B)
-    topic = "" if alias and not raw_topic else topic_name(raw_topic)
+        if not raw_topic and not alias:
+            raise PeerError("PUBLISH has neither a topic nor a topic alias", Reason.PROTOCOL_ERROR)
+    topic = topic_name(raw_topic) if raw_topic or not alias else ""
     return Publish(topic, r.rest(), qos, flags & 1 == 1, dup, packet_id, raw, alias, identifiers)
 
 
@@ -232,14 +236,19 @@ def _subscribe(r: Reader, _: int, version: int) -> Subscribe:
     while r.at < r.end:
         raw = r.binary("filter")
         options = r.byte("subscription options")
-        if options & 3 == 3 or options > (0x2F if version == p.V5 else 2):
-            raise malformed(f"SUBSCRIBE has options 0x{options:02X} for filter {show(raw)}")
+        if options > (0x3F if version == p.V5 else 3):
+            raise malformed(f"SUBSCRIBE has reserved options set: 0x{options:02X} for filter {show(raw)}")
+        if options & 0x03 == 0x03 or options & 0x30 == 0x30:
+            raise PeerError(
+                f"SUBSCRIBE has QoS 3 or retain handling 3: 0x{options:02X} for filter {show(raw)}",
+                Reason.PROTOCOL_ERROR,
+            )
         text = topic_filter(raw)
         if options & 4 and text.startswith("$share/"):
             raise PeerError(f"SUBSCRIBE asks for no-local with {show(text)}, which is shared", Reason.PROTOCOL_ERROR)
         filters.append(FilterRequest(text, options & 3, options & 4 != 0, options & 8 != 0, options >> 4))
     if not filters:
-        raise malformed("SUBSCRIBE has no filter")
+        raise PeerError("SUBSCRIBE has no filter", Reason.PROTOCOL_ERROR)
     return Subscribe(packet_id, tuple(filters), identifiers[0], properties)
 
 
@@ -250,7 +259,7 @@ def _unsubscribe(r: Reader, _: int, version: int) -> Unsubscribe:
     while r.at < r.end:
         filters.append(topic_filter(r.binary("filter")))
     if not filters:
-        raise malformed("UNSUBSCRIBE has no filter")
+        raise PeerError("UNSUBSCRIBE has no filter", Reason.PROTOCOL_ERROR)
     return Unsubscribe(packet_id, tuple(filters), properties)
 
 
@@ -290,8 +299,9 @@ def _disconnect(r: Reader, _: int, version: int) -> Disconnect:
     if version < p.V5 or r.at == r.end:
         r.finish()
         return Disconnect()
-    # Any reason will do: whoever is leaving is not argued with.
     reason = r.byte("reason code")
+    if reason not in reasons.IN_DISCONNECT:
+        reason = Reason.UNSPECIFIED_ERROR  # whoever is leaving is not argued with
     properties = Properties() if r.at == r.end else _properties(r, p.DISCONNECT)
     r.finish()
     return Disconnect(reason, properties)
@@ -370,6 +380,7 @@ def encode_connect(packet: Connect, version: int | None = None) -> bytes:
 
 
 def encode_connack(packet: Connack, version: int) -> bytes:
+    reasons.check(p.CONNACK, packet.reason)
     if version < p.V5:
         return bytes((0x20, 2, packet.session_present, reasons.return_code(packet.reason)))
     return to_packet(0x20, bytes((packet.session_present, packet.reason)) + props.encode_with_length(packet.properties))
@@ -392,6 +403,7 @@ def encode_publish(packet: Publish, version: int) -> bytes:
 def encode_acknowledgement(packet: Acknowledgement, version: int) -> bytes:
     """PUBACK, PUBREC, PUBREL or PUBCOMP, as short as it can be."""
     first, body = _ACKNOWLEDGEMENTS[type(packet)], packet.packet_id.to_bytes(2, "big")
+    reasons.check(first >> 4, packet.reason)
     if version == p.V5:
         if packet.properties:
             body += bytes((packet.reason,)) + props.encode_with_length(packet.properties)
@@ -417,6 +429,7 @@ def encode_subscribe(packet: Subscribe, version: int) -> bytes:
 
 
 def encode_suback(packet: Suback, version: int) -> bytes:
+    reasons.check(p.SUBACK, *packet.reasons)
     body = packet.packet_id.to_bytes(2, "big")
     if version < p.V5:
         return to_packet(0x90, body + bytes(code if code < 0x80 else 0x80 for code in packet.reasons))
@@ -433,6 +446,7 @@ def encode_unsubscribe(packet: Unsubscribe, version: int) -> bytes:
 
 
 def encode_unsuback(packet: Unsuback, version: int) -> bytes:
+    reasons.check(p.UNSUBACK, *packet.reasons)
     body = packet.packet_id.to_bytes(2, "big")
     if version == p.V5:
         body += props.encode_with_length(packet.properties) + bytes(packet.reasons)
@@ -448,10 +462,12 @@ def encode_pingresp(packet: Pingresp | None = None, version: int | None = None) 
 
 
 def encode_disconnect(packet: Disconnect, version: int) -> bytes:
+    reasons.check(p.DISCONNECT, packet.reason)
     return b"\xe0\0" if version < p.V5 else _reasoned(0xE0, packet)
 
 
 def encode_auth(packet: Auth, version: int | None = None) -> bytes:
+    reasons.check(p.AUTH, packet.reason)
     return _reasoned(0xF0, packet)
 
 
@@ -495,7 +511,7 @@ def farewell(
     if version is not None:
         # A ping with a body is a framing mistake, after which nothing further is said.
         silent = version < p.V5 or (first_byte >> 4 in (p.PINGREQ, p.PINGRESP) and len(body) > 0)
-        return b"" if silent else encode_disconnect(Disconnect(code, properties), version)
+        return b"" if silent else encode_disconnect(Disconnect(reasons.for_disconnect(code), properties), version)
     v5 = bytes(body[:7]) == b"\0\4MQTT\5"
     if first_byte >> 4 != p.CONNECT or code == Reason.MALFORMED_PACKET:
         return b""

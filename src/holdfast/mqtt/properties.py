@@ -28,7 +28,6 @@ from holdfast.mqtt.packets import (
     SUBACK,
     SUBSCRIBE,
     UNSUBACK,
-    UNSUBSCRIBE,
     WILL,
     Properties,
 )
@@ -72,7 +71,6 @@ _KINDS: dict[int, _Kind] = {
         *("subscription_identifiers", _VARINT, PUBLISH, DELIVERY, SUBSCRIBE),
         repeats=frozenset((DELIVERY,)),
         low=1,
-        fault=Reason.MALFORMED_PACKET,
     ),
     0x11: _kind("session_expiry", _FOUR, CONNECT, CONNACK, DISCONNECT),
     0x12: _kind("assigned_client_id", _TEXT, CONNACK),
@@ -98,9 +96,6 @@ _KINDS: dict[int, _Kind] = {
 }
 _IDS = {kind.name: number for number, kind in _KINDS.items()}
 _WIDTHS = {_ONE: 1, _TWO: 2, _FOUR: 4}
-
-# With a foreign property these two are malformed; for any other packet it is a protocol error.
-_MALFORMED_BY_FOREIGN = frozenset((SUBSCRIBE, UNSUBSCRIBE))
 
 Found = tuple[int, Any, int, int]
 """Property id, value, and from where to where it stands in the raw bytes."""
@@ -161,8 +156,7 @@ def _string(raw: bytes, at: int, end: int, kind: _Kind) -> tuple[bytes, int]:
 def _fault(kind: _Kind, value: Any, place: int, again: bool) -> PeerError | None:
     """What a peer is told about a property that could be read but may not be there, or not like this."""
     if place not in kind.allowed:
-        code = Reason.MALFORMED_PACKET if place in _MALFORMED_BY_FOREIGN else Reason.PROTOCOL_ERROR
-        return PeerError(f"{NAMES[place]} may not have the property {kind.name}", code)
+        return malformed(f"{NAMES[place]} may not have the property {kind.name}")
     if again and place not in kind.repeats:
         return PeerError(f"{NAMES[place]} has {kind.name} twice", Reason.PROTOCOL_ERROR)
     if kind.form <= _VARINT:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from holdfast.errors import RequestError
+from holdfast.mqtt import packets as p
+
 
 class Reason(IntEnum):
     """MQTT 5 reason codes. Below 0x80 it went well; from 0x80 it did not."""
@@ -75,7 +78,47 @@ IN_PUBREL = frozenset({0x00, 0x92})
 IN_SUBACK = frozenset({0x00, 0x01, 0x02, 0x80, 0x83, 0x87, 0x8F, 0x91, 0x97, 0x9E, 0xA1, 0xA2})
 IN_SUBACK_3 = frozenset({0x00, 0x01, 0x02, 0x80})
 IN_UNSUBACK = frozenset({0x00, 0x11, 0x80, 0x83, 0x87, 0x8F, 0x91})
+IN_DISCONNECT = frozenset(
+    {0x00, 0x04, *range(0x80, 0x84), 0x87, 0x89, 0x8B, 0x8D, 0x8E, 0x8F, 0x90, *range(0x93, 0xA3)},
+)
+"""Either way. Two that a CONNACK knows are not here: 0x88 server unavailable, in place of which 0x89 server busy is
+said, and 0x8A banned."""
+IN_DISCONNECT_FROM_BROKER = IN_DISCONNECT - {0x04}
 IN_AUTH = frozenset({0x00, 0x18, 0x19})
+
+LEGAL: dict[int, frozenset[int]] = {
+    p.CONNACK: IN_CONNACK,
+    p.PUBACK: IN_PUBACK,
+    p.PUBREC: IN_PUBACK,
+    p.PUBREL: IN_PUBREL,
+    p.PUBCOMP: IN_PUBREL,
+    p.SUBACK: IN_SUBACK,
+    p.UNSUBACK: IN_UNSUBACK,
+    p.DISCONNECT: IN_DISCONNECT,
+    p.AUTH: IN_AUTH,
+}
+"""Which reasons a packet of each type may carry, by MQTT 5."""
+
+
+def check(packet_type: int, *codes: int) -> None:
+    """Refuse to say what no client could understand; to an MQTT 3 client too, which would not be told the code."""
+    legal = LEGAL[packet_type]
+    for code in codes:
+        if code not in legal:
+            raise RequestError(f"{p.NAMES[packet_type]} may not have reason code {describe(code)}")
+
+
+def for_disconnect(code: int) -> int:
+    """The reason with which a broker ends a connection because of an error that has this code."""
+    return code if code in IN_DISCONNECT_FROM_BROKER else _INSTEAD.get(code, Reason.UNSPECIFIED_ERROR)
+
+
+# Only a CONNECT can have the wrong version or client id, and on an open connection it is one too many.
+_INSTEAD: dict[int, int] = {
+    0x88: Reason.SERVER_BUSY,
+    0x84: Reason.PROTOCOL_ERROR,
+    0x85: Reason.PROTOCOL_ERROR,
+}
 
 
 # MQTT 3 has five refusals. Each has one code of MQTT 5 that means the same; the others go to the nearest.

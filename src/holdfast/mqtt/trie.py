@@ -1,77 +1,68 @@
 """Which subscriptions a topic meets, and which topics a filter meets, without trying them one by one.
 
-Most filters are exact topics: those cost a dict lookup, however many there are. Only filters with wildcards
-are in a tree by level. Results are remembered by topic until a subscription that could change them changes.
+Results are remembered by topic until a subscription that could change them changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from holdfast.topics import FEW, FilterTree, TopicFilter, is_wild
 
 T = TypeVar("T")
 
 CACHE_BYTES_MAX = 64 << 20
 """Roughly what remembered results may take in one trie. Beyond it, all are forgotten and found again."""
 
-_ENTRY_BYTES = 200
-"""What a remembered result takes besides its topic and its values: the dict's slot and two objects."""
+_ENTRY_BYTES = 500
+"""What a remembered result takes besides its topic and its values: two slots of dicts and some objects."""
 
+_LEVEL_BYTES = 250
+"""And for each level of its topic."""
 
-class _Node(Generic[T]):
-    __slots__ = ("below", "here", "named", "plus")
+FORGET_STEPS_MAX = 256
+"""If it takes more steps to find what a changed filter means, all is forgotten: that is quicker."""
 
-    def __init__(self) -> None:
-        self.named: dict[str, _Node[T]] = {}
-        self.plus: _Node[T] | None = None
-        self.here: dict[T, None] = {}
-        """Values of the filter that ends here."""
-        self.below: dict[T, None] = {}
-        """Values of the filter that goes on with `#`: it matches here and everything below."""
+_Remembered = dict[str, Any]
+"""Topics by level: at each level the names of the next, and under END the topic that ends there."""
 
-    @property
-    def empty(self) -> bool:
-        return not (self.named or self.plus or self.here or self.below)
+_END = "/"
+"""No level is called that."""
 
 
 class Trie(Generic[T]):
-    """Values by filter. A value may stand under several filters; it then counts once for each."""
+    """Values by filter. A value may stand under several filters; for one topic it counts once."""
 
-    __slots__ = ("_cache", "_cache_bytes", "_exact", "_root", "_size")
+    __slots__ = ("_cache", "_cache_bytes", "_filters", "_remembered")
 
     def __init__(self) -> None:
-        self._exact: dict[str, dict[T, None]] = {}
-        self._root: _Node[T] = _Node()
+        self._filters: FilterTree[T] = FilterTree()
         self._cache: dict[str, tuple[T, ...]] = {}
         self._cache_bytes = 0
-        self._size = 0
+        self._remembered: _Remembered = {}
+        """The topics of the cache, so that a filter that changes finds those that it means."""
 
     def __len__(self) -> int:
         """How many (filter, value) pairs there are."""
-        return self._size
+        return len(self._filters)
 
     def add(self, filter_text: str, value: T) -> bool:
         """Put a value under a valid filter. False where it was there already."""
-        wild = "+" in filter_text or "#" in filter_text
-        values = self._values(filter_text) if wild else self._exact.setdefault(filter_text, {})
-        if value in values:
+        if not self._filters.add(filter_text, value):
             return False
-        values[value] = None
-        self._size += 1
-        self._forget(None if wild else filter_text)
+        self._forget(filter_text)
         return True
 
     def remove(self, filter_text: str, value: T) -> bool:
         """Take a value from under a filter. False where it was not there."""
-        wild = "+" in filter_text or "#" in filter_text
-        if not (self._remove_wild if wild else self._remove_exact)(filter_text, value):
+        if not self._filters.remove(filter_text, value):
             return False
-        self._size -= 1
-        self._forget(None if wild else filter_text)
+        self._forget(filter_text)
         return True
 
     def match(self, topic: str) -> tuple[T, ...]:
-        """The values of every filter that matches this topic."""
+        """The values of the filters that match this topic, each once."""
         found = self._cache.get(topic)
         return self._find(topic) if found is None else found
 
@@ -88,116 +79,243 @@ class Trie(Generic[T]):
         return out
 
     def _find(self, topic: str) -> tuple[T, ...]:
-        found = tuple(self._exact.get(topic, ()))
-        if wild := self._wild(topic):
-            found += tuple(wild)
-        size = _ENTRY_BYTES + len(topic) + 8 * len(found)
+        by_filter = self._filters.find(topic)
+        if len(by_filter) < 2:
+            found = tuple(by_filter[0]) if by_filter else ()
+        else:
+            values = dict(by_filter[0])
+            for more in by_filter[1:]:
+                values |= more  # a value may stand under several
+            found = tuple(values)
+        size = _size(topic, found)
         if self._cache_bytes + size > CACHE_BYTES_MAX:
             # All at once: dropping the oldest would miss every time in a round through more topics than fit.
-            self._forget(None)
+            self._forget_all()
         self._cache_bytes += size
         self._cache[topic] = found
+        node = self._remembered
+        for level in topic.split("/"):
+            below = node.get(level)
+            if below is None:
+                below = node[level] = {}
+            node = below
+        node[_END] = topic
         return found
 
-    def _wild(self, topic: str) -> list[T]:
-        out: list[T] = []
-        levels = topic.split("/")
-        nodes = [self._root]
-        if topic[:1] == "$":
-            # A wildcard in the first place does not match such topics.
-            first = self._root.named.get(levels.pop(0))
-            nodes = [first] if first else []
-        for level in levels:
-            deeper = []
-            for node in nodes:
-                if node.below:
-                    out += node.below
-                if (child := node.named.get(level)) is not None:
-                    deeper.append(child)
-                if node.plus is not None:
-                    deeper.append(node.plus)
-            if not deeper:
-                return out
-            nodes = deeper
-        for node in nodes:
-            if node.here:
-                out += node.here
-            if node.below:
-                out += node.below
-        return out
+    def _forget(self, filter_text: str) -> None:
+        """What is known about the topics that this filter matches may no longer be so."""
+        if not self._cache:
+            return
+        if not is_wild(filter_text):
+            gone: list[str] | None = [filter_text] if filter_text in self._cache else []
+        else:
+            gone = _meant(self._remembered, filter_text.split("/"))
+        if gone is None or 2 * len(gone) > len(self._cache):
+            self._forget_all()
+            return
+        for topic in gone:
+            self._cache_bytes -= _size(topic, self._cache.pop(topic))
+            _take_out(self._remembered, topic)
 
-    def _values(self, filter_text: str) -> dict[T, None]:
-        node = self._root
-        levels = filter_text.split("/")
-        last = levels.pop() if levels[-1] == "#" else None
-        for level in levels:
-            if level == "+":
-                node.plus = node.plus or _Node()
-                node = node.plus
+    def _forget_all(self) -> None:
+        self._cache.clear()
+        self._remembered = {}
+        self._cache_bytes = 0
+
+
+def _meant(remembered: _Remembered, levels: list[str]) -> list[str] | None:
+    """The topics that the filter of these levels matches; None if it is not worth while to look for them.
+
+    A wildcard in the first place is taken to match `$` as well: what is forgotten for nothing is found again.
+    """
+    nodes = [remembered]
+    steps = 0
+    for level in levels:
+        steps += sum(map(len, nodes)) if level in ("+", "#") else len(nodes)
+        if steps > FORGET_STEPS_MAX:
+            return None
+        if level == "#":
+            found = []
+            while nodes:
+                node = nodes.pop()
+                steps += len(node)
+                if steps > FORGET_STEPS_MAX:
+                    return None
+                for name, below in node.items():
+                    if name == _END:
+                        found.append(below)
+                    else:
+                        nodes.append(below)
+            return found
+        if level == "+":
+            nodes = [below for node in nodes for name, below in node.items() if name != _END]
+        else:
+            nodes = [node[level] for node in nodes if level in node]
+    return [node[_END] for node in nodes if _END in node]
+
+
+def _take_out(remembered: _Remembered, topic: str) -> None:
+    path = [remembered]
+    levels = topic.split("/")
+    for level in levels:
+        path.append(path[-1][level])
+    del path.pop()[_END]
+    for node, level in zip(reversed(path), reversed(levels), strict=True):
+        if node[level]:
+            break
+        del node[level]
+
+
+def _size(topic: str, found: tuple[T, ...]) -> int:
+    return _ENTRY_BYTES + len(topic) + topic.count("/") * _LEVEL_BYTES + 8 * len(found)
+
+
+VALUES_REMEMBERED = 8_192
+TOPIC_SIZE_REMEMBERED = 256
+"""What one client's table remembers: so many topics and values, if the topics are not longer than this."""
+
+
+class FilterTable(Generic[T]):
+    """One client's filters, with one value each. Cheap for the many who have one, and for those who have thousands."""
+
+    __slots__ = ("_cache", "_few", "_room", "_tree", "_values")
+
+    def __init__(self) -> None:
+        self._values: dict[str, T] = {}
+        self._few: list[TopicFilter] = []
+        """The filters, as long as they are few."""
+        self._tree: FilterTree[str] | None = None
+        """The filters, once there are more."""
+        self._cache: dict[str, tuple[T, ...]] = {}
+        self._room = VALUES_REMEMBERED
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, filter_text: object) -> bool:
+        return filter_text in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def get(self, filter_text: str) -> T | None:
+        return self._values.get(filter_text)
+
+    def values(self) -> Iterable[T]:
+        return self._values.values()
+
+    def set(self, filter_text: str, value: T) -> T | None:
+        """Put a value under a valid filter, in place of the one that was there, which is returned."""
+        old = self._values.get(filter_text)
+        known = filter_text in self._values
+        self._values[filter_text] = value
+        if not known:
+            if self._tree is not None:
+                self._tree.add(filter_text, filter_text)
+            elif len(self._values) <= FEW:
+                self._few.append(TopicFilter(filter_text))
             else:
-                node = node.named.setdefault(level, _Node())
-        return node.here if last is None else node.below
+                self._few = []
+                self._tree = FilterTree()
+                for text in self._values:
+                    self._tree.add(text, text)
+        self._forget(filter_text)
+        return old
 
-    def _remove_exact(self, topic: str, value: T) -> bool:
-        values = self._exact.get(topic)
-        if values is None or value not in values:
-            return False
-        del values[value]
-        if not values:
-            del self._exact[topic]
-        return True
+    def remove(self, filter_text: str) -> T | None:
+        """Take a filter out; its value."""
+        if filter_text not in self._values:
+            return None
+        if self._tree is not None:
+            self._tree.remove(filter_text, filter_text)
+            if len(self._values) == 1:
+                self._tree = None
+        else:
+            self._few = [one for one in self._few if one.text != filter_text]
+        self._forget(filter_text)
+        return self._values.pop(filter_text)
 
-    def _remove_wild(self, filter_text: str, value: T) -> bool:
-        path: list[tuple[_Node[T], str]] = []
-        node = self._root
-        levels = filter_text.split("/")
-        last = levels.pop() if levels[-1] == "#" else None
-        for level in levels:
-            child = node.plus if level == "+" else node.named.get(level)
-            if child is None:
-                return False
-            path.append((node, level))
-            node = child
-        values = node.here if last is None else node.below
-        if value not in values:
-            return False
-        del values[value]
-        for parent, level in reversed(path):
-            if not node.empty:
-                break
-            if level == "+":
-                parent.plus = None
-            else:
-                del parent.named[level]
-            node = parent
-        return True
+    def match(self, topic: str) -> tuple[T, ...]:
+        """The values of the filters that match this topic."""
+        if self._tree is None:
+            return tuple(self._values[one.text] for one in self._few if one.matches(topic))
+        found = self._cache.get(topic)
+        if found is None:
+            found = tuple(self._values[text] for texts in self._tree.find(topic) for text in texts)
+            if len(topic) <= TOPIC_SIZE_REMEMBERED:
+                if self._room < 4 + len(found):
+                    self._cache.clear()
+                    self._room = VALUES_REMEMBERED
+                self._room -= 4 + len(found)
+                self._cache[topic] = found
+        return found
 
-    def _forget(self, topic: str | None) -> None:
-        """What is known about this topic, or about every topic, may no longer be so."""
-        if topic is None:
+    def _forget(self, filter_text: str) -> None:
+        if is_wild(filter_text):
             self._cache.clear()
-            self._cache_bytes = 0
-        elif (found := self._cache.pop(topic, None)) is not None:
-            self._cache_bytes -= _ENTRY_BYTES + len(topic) + 8 * len(found)
+            self._room = VALUES_REMEMBERED
+        elif (found := self._cache.pop(filter_text, None)) is not None:
+            self._room += 4 + len(found)
 
 
 class _Level:
-    __slots__ = ("named", "topic")
+    """One level of one or more topics. Its siblings are a list, so that a walk can rest at any of them."""
 
-    def __init__(self) -> None:
+    __slots__ = ("after", "before", "first", "gone", "last", "name", "named", "number", "parent", "topic")
+
+    def __init__(self, name: str, parent: _Level | None):
+        self.name = name
+        self.parent = parent
         self.named: dict[str, _Level] = {}
+        """What is below, by name."""
+        self.first: _Level | None = None
+        self.last: _Level | None = None
+        """The first and the last of what is below, in the order in which it came."""
+        self.before: _Level | None = None
+        self.after: _Level | None = None
+        self.gone = False
+        """Taken out. `after` stays as it was, so that a walk that rested here finds its way back."""
         self.topic: str | None = None
         """The topic that ends here, if it is in the set."""
+        self.number = 0
+        """How many topics had been added before it."""
+
+    def put(self, name: str) -> _Level:
+        new = self.named[name] = _Level(name, self)
+        new.before = self.last
+        if self.last is None:
+            self.first = new
+        else:
+            self.last.after = new
+        self.last = new
+        return new
+
+    def take_out(self) -> None:
+        parent, before, after = self.parent, self.before, self.after
+        assert parent is not None
+        del parent.named[self.name]
+        if before is None:
+            parent.first = after
+        else:
+            before.after = after
+        if after is None:
+            parent.last = before
+        else:
+            after.before = before
+        self.gone = True
+        self.before = None
 
 
 class TopicTree:
-    """A set of topics that can be asked which of them a filter matches: for retained messages."""
+    """A set of topics that can be asked which of them a filter matches."""
 
-    __slots__ = ("_root", "_topics")
+    __slots__ = ("_root", "_topics", "added")
 
     def __init__(self, topics: Iterable[str] = ()) -> None:
-        self._root = _Level()
-        self._topics: set[str] = set()
+        self._root = _Level("", None)
+        self._topics: dict[str, _Level] = {}
+        self.added = 0
+        """How many topics were ever added: the next one's number."""
         for topic in topics:
             self.add(topic)
 
@@ -213,62 +331,55 @@ class TopicTree:
     def add(self, topic: str) -> None:
         if topic in self._topics:
             return
-        self._topics.add(topic)
         node = self._root
         for level in topic.split("/"):
-            deeper = node.named.get(level)
-            if deeper is None:
-                deeper = node.named[level] = _Level()
-            node = deeper
+            node = node.named.get(level) or node.put(level)
         node.topic = topic
+        node.number = self.added
+        self.added += 1
+        self._topics[topic] = node
 
     def discard(self, topic: str) -> None:
-        if topic not in self._topics:
+        node = self._topics.pop(topic, None)
+        if node is None:
             return
-        self._topics.remove(topic)
-        path = []
-        node = self._root
-        for level in topic.split("/"):
-            path.append((node, level))
-            node = node.named[level]
         node.topic = None
-        for parent, level in reversed(path):
-            if node.named or node.topic is not None:
-                break
-            del parent.named[level]
-            node = parent
+        while not node.named and node.topic is None and node.parent is not None:
+            node.take_out()
+            node = node.parent
 
     def matching_topics(self, filter_text: str) -> list[str]:
         """Every topic in the set that this valid filter matches, each once."""
-        if "+" not in filter_text and "#" not in filter_text:
-            return [filter_text] if filter_text in self._topics else []
-        nodes = [self._root]
-        levels = filter_text.split("/")
-        everything_below = levels[-1] == "#"
-        if everything_below:
-            levels.pop()
-        for at, level in enumerate(levels):
-            if level != "+":
-                nodes = [node.named[level] for node in nodes if level in node.named]
-            elif at:
-                nodes = [child for node in nodes for child in node.named.values()]
-            else:
-                nodes = self._undollared()
-        if not everything_below:
-            return [node.topic for node in nodes if node.topic is not None]
-        if not levels:
-            nodes = self._undollared()
-        return list(_all_below(nodes))
+        return [topic for topic in self.walk(filter_text) if topic is not None]
 
-    def _undollared(self) -> list[_Level]:
-        """The first levels that a wildcard in the first place matches."""
-        return [node for level, node in self._root.named.items() if level[:1] != "$"]
+    def walk(self, filter_text: str) -> Iterator[str | None]:
+        """The same a step at a time: each step gives a topic, or None where it has found none.
 
+        The tree may change between steps. A topic that is in it all the while is given once; one that is taken out
+        before it was reached is not given, and neither is one that comes, or comes again, after this call.
+        """
+        return self._walk(filter_text.split("/"), self.added)
 
-def _all_below(nodes: list[_Level]) -> Iterator[str]:
-    nodes = nodes[::-1]
-    while nodes:
-        node = nodes.pop()
-        if node.topic is not None:
-            yield node.topic
-        nodes.extend(node.named.values())
+    def _walk(self, levels: list[str], before: int) -> Iterator[str | None]:
+        end = len(levels) - 1 if levels[-1] == "#" else len(levels)
+        all_below = end < len(levels)
+        # What is still to be visited: a node and those that come after it, and how many levels lead to them.
+        waiting: list[tuple[_Level | None, int]] = []
+        node: _Level | None = self._root
+        depth = 0
+        while node is not None:
+            # `node` matches the first `depth` levels, and is to match those up to the next wildcard.
+            while node is not None and depth < end and levels[depth] != "+":
+                node = node.named.get(levels[depth])
+                depth += 1
+            yield None if node is None or depth < end or node.number >= before else node.topic
+            if node is not None and (depth < end or all_below):
+                waiting.append((node.first, depth + 1))
+            # The next one: of the deepest list that has any left.
+            node = None
+            while waiting and node is None:
+                node, depth = waiting.pop()
+                while node is not None and (node.gone or (depth == 1 and node.name[:1] == "$")):
+                    node = node.after
+                if node is not None:
+                    waiting.append((node.after, depth))

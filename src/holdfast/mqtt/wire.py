@@ -10,12 +10,10 @@ import re
 
 from holdfast.errors import PeerError, RequestError
 from holdfast.mqtt.reasons import Reason
-from holdfast.topics import check_filter
+from holdfast.topics import LEVELS_MAX, check_filter, too_deep
 
 VARINT_MAX = 268_435_455
 TEXT_BYTES_MAX = 65_535
-LEVELS_MAX = 128
-"""Levels in a topic or filter. Trees hold a node for each: without a bound, 64 KiB could cost megabytes."""
 
 _NON_CHARACTERS = "".join(chr(plane << 16 | 0xFFFE) + chr(plane << 16 | 0xFFFF) for plane in range(17))
 _NOT_IN_NAMES = re.compile(f"[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef{_NON_CHARACTERS}]")
@@ -56,18 +54,19 @@ def topic_name(raw: bytes, what: str = "topic") -> str:
         raise malformed(f"{what} '' is empty")
     if "+" in topic or "#" in topic:
         raise malformed(f"{what} {show(topic)} contains a wildcard; '+' and '#' belong in filters only")
-    if topic.count("/") >= LEVELS_MAX:
+    if too_deep(topic):
         raise PeerError(f"{what} {show(topic)} has more than {LEVELS_MAX} levels", Reason.TOPIC_NAME_INVALID)
     return topic
 
 
 def topic_filter(raw: bytes) -> str:
-    """A filter of a SUBSCRIBE or UNSUBSCRIBE, `$share/GROUP/FILTER` included."""
+    """A filter of a SUBSCRIBE or UNSUBSCRIBE, `$share/GROUP/FILTER` included.
+
+    One with too many levels is passed on: it is correctly formed, so the SUBACK refuses it alone.
+    """
     found = name(raw, "filter")
     if not found:
         raise malformed("filter '' is empty")
-    if found.count("/") >= LEVELS_MAX:
-        raise PeerError(f"filter {show(found)} has more than {LEVELS_MAX} levels", Reason.TOPIC_FILTER_INVALID)
     if found.startswith("$share/"):
         group, _, rest = found[7:].partition("/")
         if not group or not rest or "+" in group or "#" in group:
@@ -75,6 +74,8 @@ def topic_filter(raw: bytes) -> str:
                 f"filter {show(found)} is not $share/GROUP/FILTER with a group and a filter",
                 Reason.PROTOCOL_ERROR,
             )
+    if too_deep(found):
+        return found
     try:
         return check_filter(found)
     except RequestError as error:

@@ -78,8 +78,8 @@ class DeliveryHost:
         self.handle(dv.Attached(outlet))
 
     def detach(self, outlet: Outlet, *, away: bool) -> None:
-        self.handle(dv.Detached(outlet, away))
-        self._connections.pop(outlet, None)
+        if self._connections.pop(outlet, None) is not None:  # one that was never welcome was never attached
+            self.handle(dv.Detached(outlet, away))
 
     def committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> None:
         """Blocks this node has just stored."""

@@ -170,11 +170,10 @@ class Ingest:
         into.add(publisher, topics, payloads, flags, properties)
         batch.bytes += sum(map(len, payloads)) + 64 * len(topics)
         if max(flags, default=0) >= RETAIN:
-            now = now_micros()
             for at, flag in enumerate(flags):
                 if flag & RETAIN:
                     extra = properties[at] if properties is not None else None
-                    batch.retained.append(Retained(topics[at], payloads[at], publisher, flag, extra, now))
+                    batch.retained.append(Retained(topics[at], payloads[at], publisher, flag, extra, 0))
         self._kick()
 
     def _kick(self) -> None:
@@ -204,9 +203,9 @@ class Ingest:
                 if parts:
                     for part in parts.values():
                         part.times = now
-                    appended = await loop.run_in_executor(
-                        self._thread, self._commit, batch.generation, parts, batch.retained
-                    )
+                    # The same time as in the log, by which a message is recognised when it has expired.
+                    retained = [last._replace(time=now) for last in batch.retained]
+                    appended = await loop.run_in_executor(self._thread, self._commit, batch.generation, parts, retained)
             except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
                 logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
                 self._tell_failed(batch, error)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -38,6 +39,7 @@ from holdfast.store import open_metadata, open_store
 logger = logging.getLogger("holdfast.node")
 
 TICK_SECONDS = 0.25
+PURGE_MAX = 500
 UPKEEP_RESTS = 4.0
 """Upkeep takes a fifth of the time, unless there is so much to do that it falls behind."""
 
@@ -195,6 +197,13 @@ class Node:
             self.front.refresh_rights()
             self.wills.send_due()
             await self.sessions.expire_due()
+            await self._purge_retained()
+
+    async def _purge_retained(self) -> None:
+        """Retained messages that have expired, a few at a time; the store forgets those that nobody set anew."""
+        gone = self.delivery.machine.retained.purge(time.time(), PURGE_MAX)
+        if gone:
+            await asyncio.get_running_loop().run_in_executor(None, self.log.forget_retained, LOG, gone)
 
     async def _flush_cursors(self) -> None:
         while True:

@@ -31,6 +31,7 @@ from holdfast.runtime.ingest import LOG, Ingest
 from holdfast.runtime.keeper import Keeper, record_of
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
+from holdfast.topics import too_deep
 
 logger = logging.getLogger("holdfast.node")
 
@@ -142,6 +143,8 @@ class Subscribing:
                 topics = parse_share(topics).filter
             except RequestError:
                 return Reason.TOPIC_FILTER_INVALID
+        if too_deep(topics):
+            return Reason.TOPIC_FILTER_INVALID
         subscriptions = session.subscriptions
         known = request.filter in subscriptions or request.filter in subscriptions.shared
         if not known and len(subscriptions) + len(subscriptions.shared) >= self._subscriptions_max:

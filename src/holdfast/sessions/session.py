@@ -73,14 +73,14 @@ class Session:
 
     # -- feeding -----------------------------------------------------------------------------------------
 
-    def offer(self, rows: Rows, picks: Sequence[int], bytes_max: int) -> bool:
-        """Rows just committed to a live stream. False: no room, the stream is behind from here on."""
+    def offer(self, rows: Rows, picks: Sequence[int], bytes_max: int, *, hold: bool = False) -> bool:
+        """Rows just committed to a live stream. False: no room (or `hold`), the stream is behind from here on."""
         stream, positions, outgoing = rows.stream, self.positions, self.outgoing
         assert stream is not None
         if stream in positions.behind:
             return False
         # One block is always taken, however large: it is in memory anyway, and something must move.
-        if (outgoing.rows and outgoing.bytes > bytes_max) or positions.waits_for_older(stream):
+        if hold or (outgoing.rows and outgoing.bytes > bytes_max) or positions.waits_for_older(stream):
             positions.fall_behind(stream, rows.offsets[picks[0]])
             return False
         outgoing.put(rows, picks)

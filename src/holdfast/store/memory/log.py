@@ -142,6 +142,13 @@ class MemoryLog:
         with self._lock:
             return [last for (name, _), last in self._retained.items() if name == log]
 
+    def forget_retained(self, log: str, gone: Sequence[tuple[str, Micros]]) -> None:
+        with self._lock:
+            for topic, time in gone:
+                last = self._retained.get((log, topic))
+                if last is not None and last.time == time:
+                    del self._retained[log, topic]
+
     def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         with self._lock:
             found = self._by_id[stream]

@@ -105,6 +105,16 @@ class PostgresLog:
         query = "select topic, payload, publisher, flags, properties, time from retained where log = %s"
         return [Retained(*row) for row in self._all(query, (log,), binary=True)]
 
+    def forget_retained(self, log: str, gone: Sequence[tuple[str, Micros]]) -> None:
+        query = "delete from retained where log = %s and md5(topic) = md5(%s) and time = %s"
+
+        def attempt() -> None:
+            with self.database.write() as db, db.pipeline():
+                for topic, time in sorted(gone):  # in the order of appends, with which it could deadlock otherwise
+                    db.execute(query, (log, topic, time))
+
+        self.database.retrying(attempt)
+
     def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         query = """
             select base, messages, bytes, newest, checksum, body from blocks

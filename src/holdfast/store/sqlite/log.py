@@ -96,6 +96,12 @@ class SqliteLog:
             )
             return [Retained(*row) for row in rows]
 
+    def forget_retained(self, log: str, gone: Sequence[tuple[str, Micros]]) -> None:
+        with self.database.write() as db:
+            db.executemany(
+                "delete from retained where log = ? and topic = ? and time = ?", [(log, *one) for one in gone]
+            )
+
     def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
         with self.database.read() as db:
             return [
