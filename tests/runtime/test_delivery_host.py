@@ -256,9 +256,9 @@ def test_ten_thousand_subscribers_and_a_block_touches_only_those_it_concerns(tmp
         looked_at: list[str] = []
         plain = Session.offer
 
-        def counted(session: Session, *arguments: Any) -> bool:
+        def counted(session: Session, *arguments: Any, **options: Any) -> bool:
             looked_at.append(session.client_id)
-            return plain(session, *arguments)
+            return plain(session, *arguments, **options)
 
         monkeypatch.setattr(Session, "offer", counted)
         wanted = [17, 4242, 9999, 17]

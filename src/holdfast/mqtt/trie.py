@@ -21,6 +21,9 @@ _ENTRY_BYTES = 500
 _LEVEL_BYTES = 250
 """And for each level of its topic."""
 
+LONG_TOPIC = 1_024
+"""Longer topics are not remembered: they are rare, and a thousand of the longest would fill the memory."""
+
 FORGET_STEPS_MAX = 256
 """If it takes more steps to find what a changed filter means, all is forgotten: that is quicker."""
 
@@ -87,6 +90,8 @@ class Trie(Generic[T]):
             for more in by_filter[1:]:
                 values |= more  # a value may stand under several
             found = tuple(values)
+        if len(topic) > LONG_TOPIC:
+            return found
         size = _size(topic, found)
         if self._cache_bytes + size > CACHE_BYTES_MAX:
             # All at once: dropping the oldest would miss every time in a round through more topics than fit.
@@ -167,7 +172,7 @@ def _take_out(remembered: _Remembered, topic: str) -> None:
 
 
 def _size(topic: str, found: tuple[T, ...]) -> int:
-    return _ENTRY_BYTES + len(topic) + topic.count("/") * _LEVEL_BYTES + 8 * len(found)
+    return _ENTRY_BYTES + 2 * len(topic) + topic.count("/") * _LEVEL_BYTES + 8 * len(found)
 
 
 VALUES_REMEMBERED = 8_192
