@@ -7,6 +7,7 @@ bears another `course` than the record counts as absent, so one small write move
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,11 @@ Order = Literal["strict", "parallel"]
 
 ANSWERED_MAX = 16
 
+NAME_BYTES_MAX, NAME_BYTES_KEPT = 200, 100
+"""Names of groups up to this size stand in keys as they are; of longer ones this much is kept, for people."""
+
+SHORTENED = "~sha256~"
+
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -38,6 +44,8 @@ class GroupRecord:
     """How often the group was moved by a seek."""
     starts: Mapping[Stream, int] = field(default_factory=dict)
     """First offset wanted of the streams that existed when this course began; others start at 0."""
+    from_generation: int = 0
+    """Earlier generations are none of the group's: consumed, or from before this course began."""
     paused: bool = False
     lent: bool = False
     """A leader has lent streams and not yet said that all came back: its follower waits for their holders."""
@@ -53,9 +61,9 @@ class GroupRecord:
     def course(self) -> str:
         return f"{self.born}.{self.turn}"
 
-    def turned(self, starts: Mapping[Stream, int]) -> GroupRecord:
+    def turned(self, starts: Mapping[Stream, int], from_generation: int = 0) -> GroupRecord:
         """After a seek."""
-        return replace(self, turn=self.turn + 1, starts=dict(starts))
+        return replace(self, turn=self.turn + 1, starts=dict(starts), from_generation=from_generation)
 
     def having_answered(self, request: str) -> GroupRecord:
         return replace(self, answered=(*self.answered, request)[-ANSWERED_MAX:])
@@ -70,6 +78,7 @@ class GroupRecord:
                 "order": self.order,
                 "turn": self.turn,
                 "starts": {str(stream): offset for stream, offset in sorted(self.starts.items())},
+                "from_generation": self.from_generation,
                 "paused": self.paused,
                 "lent": self.lent,
                 "idle": self.idle,
@@ -92,6 +101,7 @@ class GroupRecord:
                 order=value["order"],
                 turn=value["turn"],
                 starts={Stream.parse(text): offset for text, offset in value["starts"].items()},
+                from_generation=value["from_generation"],
                 paused=value["paused"],
                 lent=value["lent"],
                 idle=value["idle"],
@@ -121,9 +131,14 @@ def claim_key(group: GroupId) -> str:
     return f"/holdfast/groups/{_part(str(group))}/claim"
 
 
+def skipped_key(group: GroupId) -> str:
+    """What retention dropped before the group had read it."""
+    return f"/holdfast/groups/{_part(str(group))}/skipped"
+
+
 def subscription_name(group: GroupId) -> str:
     """How the group's cursors are filed among all subscriptions."""
-    return f"group:{group}"
+    return f"group:{_shortened(str(group))}"
 
 
 def progress_key(group: GroupId, stream: Stream) -> str:
@@ -137,7 +152,7 @@ def stored(save: Save, now_seconds: float) -> tuple[dict[str, bytes], list[str]]
     limits the size of a transaction may take it in parts, each under that precondition, in this order.
     """
     puts: dict[str, bytes] = {}
-    deletes = [record_key(save.group)] if save.delete else []
+    deletes = [record_key(save.group), skipped_key(save.group)] if save.delete else []
     if save.record is not None:
         puts[record_key(save.group)] = save.record.to_json(now_seconds)
     for progress in save.progress:
@@ -155,4 +170,17 @@ def loaded(group: GroupId, stream: Stream, data: bytes) -> StreamProgress:
 
 
 def _part(text: str) -> str:
-    return text.replace("%", "%25").replace("/", "%2F")
+    return _shortened(text).replace("%", "%25").replace("/", "%2F")
+
+
+def _shortened(text: str) -> str:
+    """The name itself, or of a long one its beginning and a hash: the metadata store bounds keys to 1,024 bytes.
+
+    Each byte may take three in a key, and the stream's name stands beside it. A name that holds the mark of a
+    shortened one is hashed as well, so that nobody can choose a name that means another's key.
+    """
+    raw = text.encode(errors="surrogatepass")
+    if len(raw) <= NAME_BYTES_MAX and SHORTENED not in text:
+        return text
+    begins = raw[:NAME_BYTES_KEPT].decode(errors="ignore").replace(SHORTENED, "-")
+    return f"{begins}{SHORTENED}{hashlib.sha256(raw).hexdigest()}"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import msgspec
 import psycopg
@@ -18,7 +20,9 @@ import psycopg
 from holdfast.errors import RequestError, StoreError
 from holdfast.groups.protocol import wire
 from holdfast.jitter import chance
+from holdfast.log import Log
 from holdfast.machine import Address
+from holdfast.runtime.supervisor import Supervisor
 from holdfast.store.postgres import PostgresStore
 
 logger = logging.getLogger("holdfast.bus")
@@ -26,6 +30,7 @@ logger = logging.getLogger("holdfast.bus")
 CHANNEL = "holdfast_bus"
 POLL_SECONDS = 0.5
 STALE_SECONDS = 30
+SWEEP_SECONDS = 30
 
 Deliver = Callable[[Address, Any], None]
 
@@ -39,13 +44,26 @@ def decode(data: bytes) -> tuple[Address, Any]:
     return to, wire.decode(bytes(message))
 
 
+class Bus(Protocol):
+    """Carries messages to machines on other nodes."""
+
+    def start(self, supervisor: Supervisor) -> None: ...
+
+    def send(self, to: Address, message: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_bus(log: Log, node: str, deliver: Deliver) -> Bus:
+    """The bus of a node, as its store makes it possible."""
+    store = getattr(log.backend, "store", None)
+    return PostgresBus(store, node, deliver) if isinstance(store, PostgresStore) else LocalBus()
+
+
 class LocalBus:
     """A node by itself: there is nobody else to talk to."""
 
-    def __init__(self, deliver: Deliver):
-        self.deliver = deliver
-
-    def start(self) -> None: ...
+    def start(self, supervisor: Supervisor) -> None: ...
 
     def send(self, to: Address, message: Any) -> None:
         logger.debug("no such node: %s", to)
@@ -57,15 +75,17 @@ class PostgresBus:
     """Nodes that share a PostgreSQL."""
 
     def __init__(self, store: PostgresStore, node: str, deliver: Deliver):
-        self._store, self._node, self.deliver = store, node, deliver
+        self._store, self._node, self._deliver = store, node, deliver
         self._out: list[tuple[str, bytes]] = []
         self._sending = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="holdfast-bus", daemon=True)
+        self._swept_at = 0.0
+        # Of its own: whatever else waits for a thread must not hold up what nodes say to each other.
+        self._sender = ThreadPoolExecutor(1, "holdfast-bus-send")
 
-    def start(self) -> None:
+    def start(self, supervisor: Supervisor) -> None:
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        supervisor.run_thread("bus", self._listen)
 
     def send(self, to: Address, message: Any) -> None:
         """Queued; what is said in one turn of the loop goes in one transaction."""
@@ -79,10 +99,12 @@ class PostgresBus:
             self._sending = False
             return
         out, self._out = self._out, []
-        sending = self._loop.run_in_executor(None, self._insert, out)
+        sending = self._loop.run_in_executor(self._sender, self._insert, out)
         sending.add_done_callback(self._sent)
 
     def _sent(self, done: asyncio.Future[None]) -> None:
+        if done.cancelled():
+            return
         if done.exception() is not None:
             logger.warning("control messages were lost: %s", done.exception())
         self._flush()
@@ -96,13 +118,14 @@ class PostgresBus:
                 db.execute("select pg_notify(%s, %s)", (CHANNEL, node))
 
     def _listen(self) -> None:
-        """On a thread of its own."""
+        """On a thread of its own, until `close`."""
         while not self._stop.is_set():
             try:
                 with self._store.connect() as db:
                     db.execute(f"listen {CHANNEL}")
                     while not self._stop.is_set():
                         self._fetch(db)
+                        self._sweep(db)
                         for note in db.notifies(timeout=POLL_SECONDS * (0.5 + chance.random() / 2), stop_after=1):
                             if note.payload == self._node:
                                 break
@@ -120,6 +143,14 @@ class PostgresBus:
         if rows:
             self._loop.call_soon_threadsafe(self._arrived, [body for (body,) in rows])
 
+    def _sweep(self, db: Any) -> None:
+        """Now and then: what was said to nodes that never came for it."""
+        now = time.monotonic()
+        if now < self._swept_at + SWEEP_SECONDS:
+            return
+        self._swept_at = now
+        db.execute("delete from bus where sent_at < now() - make_interval(secs => %s)", (2 * STALE_SECONDS,))
+
     def _arrived(self, bodies: list[bytes]) -> None:
         for body in bodies:
             try:
@@ -127,9 +158,11 @@ class PostgresBus:
             except (msgspec.MsgspecError, RequestError) as error:
                 logger.error("a control message cannot be read: %s", error)
                 continue
-            self.deliver(to, message)
+            try:
+                self._deliver(to, message)
+            except Exception:  # our own fault; the other messages are none the worse for it
+                logger.exception("%s could not be given %s", to, type(message).__name__)
 
     def close(self) -> None:
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(3)
+        self._sender.shutdown(cancel_futures=True)

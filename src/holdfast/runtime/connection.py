@@ -21,12 +21,11 @@ from holdfast.mqtt import packets as p
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, scan
 from holdfast.mqtt.reasons import Reason
 from holdfast.mqtt.wire import topic_name
-from holdfast.runtime.batch_members import is_control
 from holdfast.sessions.session import NEVER, RELEASED, Rows, Session
 
 if TYPE_CHECKING:
     from holdfast.auth.identity import Identity
-    from holdfast.runtime.groups import Membership
+    from holdfast.runtime.memberships import Membership
     from holdfast.runtime.node import Node
     from holdfast.sessions.shared import LoanFeed
 
@@ -66,8 +65,6 @@ class Connection(asyncio.Protocol):
         self.reading = False
         """A reader is fetching rows for this session."""
         self.membership: Membership | None = None
-        self.has_batch_members = False
-        """The client is, or was, a batch member here."""
         self.slow_loans: dict[LoanFeed, None] = {}
         """Loans that are behind and wait for room."""
         self._buffer = b""
@@ -176,7 +173,11 @@ class Connection(asyncio.Protocol):
             self.transport.write(b"".join(answers))
             self.mind_unread()
 
-    def tell(self, topic: str, payload: bytes) -> None:
+    @property
+    def client_id(self) -> str:
+        return self.session.client_id if self.session is not None else ""
+
+    def send_control(self, topic: str, payload: bytes) -> None:
         """Past the session, at QoS 0: a client that cannot take it now goes without."""
         data = codec.encode_publish(p.Publish(topic, payload), self.version)
         if len(data) <= self._packet_max and not self._blocked:
@@ -482,8 +483,9 @@ class Connection(asyncio.Protocol):
             raise PeerError("a PUBLISH without topic or alias", Reason.PROTOCOL_ERROR)
         qos, packet_id = packet.qos, packet.packet_id
         self._hold_back(len(topic) + len(packet.payload) + len(packet.properties))
-        if is_control(topic):
-            self._answer(qos, packet_id, *self.node.groups.batch_members.hear(self, topic, packet.payload))
+        handler = self.node.control_topics.handler(topic)
+        if handler is not None:
+            self._answer(qos, packet_id, *handler.publish(self, topic, packet.payload))
             return
         if not self._allowed(topic):
             self._answer(qos, packet_id, Reason.NOT_AUTHORIZED)

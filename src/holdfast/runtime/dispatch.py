@@ -189,7 +189,7 @@ class Dispatcher:
             self.shared.remove(feed.filter, feed.filter)
 
     def _settle(self, feed: LoanFeed) -> None:
-        feed.live = feed.next_offset >= self.heads.get(feed.stream, 0)
+        feed.live = feed.next_offset >= self.known.get(feed.stream, 0)
 
     def _offer_loans(
         self, rows: Rows, distinct: set[str], feeds: dict[str, list[tuple[LoanFeed, Connection]]], past: int
@@ -240,7 +240,12 @@ class Dispatcher:
                 on_corrupt="skip",
             )
         except UnknownStream:
-            return at, -1, []  # dropped: the leader will hear of it and take the loan back
+            try:
+                reading = self.history.read(
+                    feed.stream, at, topics=feed.wanted, rows_max=READ_ROWS, bytes_max=self._pending_bytes_max
+                )
+            except UnknownStream:
+                return at, -1, []  # dropped: the leader will hear of it and take the loan back
         for skip in reading.skipped:
             logger.error("group loan %s: offsets %d..%d: %s", feed.loan, skip.first, skip.past - 1, skip.reason)
         return at, reading.next_offset, [rows_of(chunk) for chunk in reading.chunks]

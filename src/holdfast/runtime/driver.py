@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -106,12 +107,12 @@ class Driver:
                 return False
             waiting = self._perform(effects[index])
             if waiting is not None:
-                future = asyncio.ensure_future(waiting)
-                future.add_done_callback(lambda done: self._after(done, effects, index + 1))
+                follow = partial(self._after, effects, index + 1)
+                asyncio.ensure_future(waiting).add_done_callback(follow)
                 return True
         return False
 
-    def _after(self, done: asyncio.Future[Any], effects: list[Any], at: int) -> None:
+    def _after(self, effects: list[Any], at: int, done: asyncio.Future[Any]) -> None:
         """A save is durable before the next effect; if it failed, the rest is dropped and the machine is told."""
         if not self.alive or done.cancelled():
             return

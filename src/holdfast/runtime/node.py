@@ -26,14 +26,17 @@ from holdfast.metadata import open_metadata
 from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
+from holdfast.runtime.batch_members import PREFIX, BatchMembers
 from holdfast.runtime.connection import Connection, effective_expiry
+from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.dispatch import Dispatcher, rows_of
-from holdfast.runtime.group_admin import GroupAdmin
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import LOG, Ingest
 from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
 from holdfast.runtime.metrics import Metrics
+from holdfast.runtime.notices import Notices
 from holdfast.runtime.subscriptions import Subscriptions
+from holdfast.runtime.supervisor import Supervisor
 from holdfast.runtime.wills import Wills
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.session import NEVER, Gap, Rows, Session
@@ -69,6 +72,11 @@ class Node:
         """Sessions of earlier runs that nobody has come back for yet."""
         self.ready = False
         self.failure: str | None = None
+        self.ended = asyncio.Event()
+        """Something cannot be kept running: whoever serves this node should stop it."""
+        self.supervisor = Supervisor(self._give_up)
+        self.control_topics = ControlTopics()
+        self.notices = Notices()
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._expiries: list[tuple[float, int, str]] = []
@@ -89,8 +97,30 @@ class Node:
         self.ingest = Ingest(
             self.log, self.settings.limits.batch_bytes_max, self.dispatcher.committed, self._commit_failed
         )
-        self.groups = GroupHost(self)
-        self.group_admin = GroupAdmin(self.groups)
+        self.groups = GroupHost(
+            node_id=self.node_id,
+            settings=self.settings.groups,
+            log=self.log,
+            metadata=self.metadata,
+            delivery=self.dispatcher,
+            supervisor=self.supervisor,
+            spawn=self.spawn,
+            group_deleted=self.group_deleted,
+        )
+        self.group_admin = self.groups.admin
+        batch_members = BatchMembers(
+            node_id=self.node_id,
+            enabled=self.settings.groups.enabled,
+            places_max=self.settings.limits.subscriptions_max,
+            may_subscribe=self.auth.acl.may_subscribe,
+            send=self.groups.send,
+            declare=self.group_admin.declare,
+            known_ends=lambda: self.dispatcher.known,
+            find_ends=self.groups.find_ends,
+            spawn=self.spawn,
+        )
+        self.groups.register("batch", batch_members.deliver)
+        self.control_topics.register(PREFIX, batch_members)
         self.dispatcher.on_streams_changed = self.groups.streams_changed
         self.metrics = Metrics(self)
         self.dispatcher.start()
@@ -137,6 +167,7 @@ class Node:
         if saves:
             await asyncio.wait(saves)
         await self.wills.settled()
+        await self.supervisor.stop()
         for task in list(self._tasks):
             task.cancel()
         self._watch.close()
@@ -154,6 +185,9 @@ class Node:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the node failed", exc_info=task.exception())
+
+    def _give_up(self, reason: str) -> None:
+        self.ended.set()
 
     def _commit_failed(self, error: Exception) -> None:
         self.failure = str(error)
@@ -322,6 +356,7 @@ class Node:
         if session is None:
             return
         self.groups.leave(connection)
+        self.control_topics.gone(connection)
         connection.session = None
         client_id = session.client_id
         if self.connections.get(client_id) is connection:
@@ -446,12 +481,15 @@ class Node:
         )
         while True:
             await asyncio.sleep(chosen.upkeep_secs)
-            before = set(self.dispatcher.heads)
+            before = dict(self.dispatcher.heads)
             try:
                 await asyncio.get_running_loop().run_in_executor(None, maintain, self.log, retention, UPKEEP_RESTS)
                 kept = {head.stream for head in self.log.heads(LOG)}
                 await asyncio.get_running_loop().run_in_executor(None, self.dispatcher.look_at_lake)
-                for stream in before - kept - self.dispatcher.lake.keys():
+                dropped = before.keys() - kept - self.dispatcher.lake.keys()
+                if dropped:
+                    await self.groups.streams_dropped({stream: before[stream] for stream in dropped})
+                for stream in dropped:
                     await self.keeper.call(self._forget_stream, stream)
                 await self.group_admin.expire_idle()
                 self.failure = None

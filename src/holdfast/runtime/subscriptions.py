@@ -13,7 +13,6 @@ from holdfast.model import At, Beginning, Next, Since, Start, Stream, parse_star
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
-from holdfast.runtime.batch_members import is_control
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.ingest import LOG
 from holdfast.runtime.keeper import record_of
@@ -51,8 +50,8 @@ class Subscriptions:
         for at, request in enumerate(packet.filters):
             if at % 50 == 49:
                 await asyncio.sleep(0)  # a long packet must not keep the others waiting
-            if is_control(request.filter):
-                reasons.append(self._node.groups.batch_members.listen(connection, request.filter, start))
+            if (handler := self._node.control_topics.handler(request.filter)) is not None:
+                reasons.append(handler.subscribe(connection, request.filter, start))
                 continue
             reason = self._check_subscription(connection, session, request)
             if reason < 0x80 and last[request.filter] == at:  # of one filter given twice, the last counts
@@ -198,13 +197,13 @@ class Subscriptions:
             return b""
         reasons, gone = [], []
         for filter_text in packet.filters:
-            if is_control(filter_text):
-                reasons.append(0x00 if self._node.groups.batch_members.unlisten(connection, filter_text) else 0x11)
+            if (handler := self._node.control_topics.handler(filter_text)) is not None:
+                reasons.append(0x00 if handler.unsubscribe(connection, filter_text) else 0x11)
                 continue
             if is_shared(filter_text):
                 found = session.shared.pop(filter_text, None)
                 if found is not None:
-                    self._node.groups.unsubscribe(connection, parse_share(filter_text))
+                    self._node.groups.unsubscribe(connection, parse_share(filter_text), filter_text)
             else:
                 found = session.unsubscribe(filter_text)
                 if found is not None:
