@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from group_machines import leader
+
 from holdfast.groups.leading.streams import GroupStreams
 from holdfast.groups.protocol.effects import Skipped, Trimmed
 from holdfast.groups.protocol.events import StreamInfo, StreamsSeen
