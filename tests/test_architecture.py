@@ -19,11 +19,12 @@ MAY_IMPORT = {
     "store": {"errors", "jitter"},
     "log": {"store", "model", "errors", "jitter", "topics"},
     "metadata": {"store", "model", "errors", "jitter"},
-    "mqtt": {"model", "errors", "topics"},
+    "mqtt": {"machine", "model", "errors", "topics"},
     "cursors": {"metadata", "model", "errors"},
     "machine": set(),
     "groups": {"machine", "cursors", "model", "errors", "topics"},
     "sessions": {"groups", "machine", "mqtt", "cursors", "log", "model", "errors", "topics"},
+    "delivery": {"sessions", "mqtt", "machine", "model", "errors", "topics"},
     "auth": {"mqtt", "errors", "topics"},
     "sim": {"groups", "machine", "cursors", "model", "errors", "topics"},
 }

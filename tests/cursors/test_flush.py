@@ -17,8 +17,11 @@ from holdfast.metadata import Metadata, open_metadata
 from holdfast.metadata.etcd import EtcdMetadata
 from holdfast.metadata.postgres import PostgresMetadata
 from holdfast.model import Batch, Stream
+from holdfast.mqtt.inbound import Inbound
 from holdfast.runtime.keeper import Keeper, SessionRecord, SubscriptionRecord, record_of, subscription_name
-from holdfast.sessions.session import Rows, Session, Subscription
+from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
 from holdfast.store.postgres import PostgresStore
 from servers import EtcdServer, PostgresServer
 
@@ -233,12 +236,12 @@ def unreadable(policy: str) -> Session:
 
 
 def test_the_policy_says_where_a_subscription_with_an_unreadable_cursor_goes_on():
-    assert unreadable("earliest").behind == {S: 4}
+    assert unreadable("earliest").positions.behind == {S: 4}
     with pytest.raises(RequestError, match="cannot be read"):
         unreadable("error")
     latest = unreadable("latest")
-    assert latest.behind == {S: 9}
-    (skipped,) = latest.skipped
+    assert latest.positions.behind == {S: 9}
+    (skipped,) = latest.positions.gaps
     assert (skipped.stream, skipped.first, skipped.past) == (str(S), 4, 9)
     assert "cannot be read" in skipped.reason
 
@@ -251,9 +254,9 @@ def with_acks(name: str = "me", count: int = 3) -> Session:
     session = Session(name, 100)
     session.subscribe(Subscription("#", 1))
     batch = Batch(["t"] * 10, [b""] * 10)
-    session.put_ready(Rows(S, range(10), batch, 0), range(10))
-    session.take([], 100, 1 << 20, 5, 1 << 20, 0.0)
-    session.acknowledge(range(1, count + 1))
+    session.outgoing.put(Rows(S, range(10), batch, 0), range(10))
+    session.outgoing.take([], 100, 1 << 20, 5, 1 << 20, 0.0)
+    session.window.puback(range(1, count + 1))
     return session
 
 
@@ -272,11 +275,11 @@ def run(metadata: Metadata, work: Callable[[Keeper], Any]) -> Any:
 def test_persist_on_ack(metadata):
     """Seed 002: after an ack, the flush makes the cursor durable."""
     session = with_acks(count=3)
-    assert session.dirty == {S}
+    assert session.positions.dirty == {S}
     assert run(metadata, lambda keeper: keeper.flush([session], {S: 10})) == 1
     assert stored(metadata, key_of(session)) == Cursor(2, epoch=1)
-    assert not session.dirty
-    session.acknowledge([5])
+    assert not session.positions.dirty
+    session.window.puback([5])
     run(metadata, lambda keeper: keeper.flush([session], {S: 10}))
     assert stored(metadata, key_of(session)) == Cursor(2, [(4, 4)], epoch=1)
 
@@ -296,7 +299,7 @@ def test_sessions_that_end_with_their_connection_store_nothing():
         session = with_acks()
         session.expiry_seconds = 0
         assert run(metadata, lambda keeper: keeper.flush([session], {S: 10})) == 0
-        assert metadata.list("/") == {} and not session.dirty
+        assert metadata.list("/") == {} and not session.positions.dirty
 
 
 def test_a_failed_flush_stays_dirty_and_what_came_meanwhile_goes_with_the_next():
@@ -307,13 +310,13 @@ def test_a_failed_flush_stays_dirty_and_what_came_meanwhile_goes_with_the_next()
         async def work(keeper: Keeper) -> None:
             counted.error = StoreError("no store")
             assert await keeper.flush([session], {S: 10}) == 0
-            assert session.dirty == {S}
-            session.acknowledge([3])
+            assert session.positions.dirty == {S}
+            session.window.puback([3])
             counted.error = None
             assert await keeper.flush([session], {S: 10}) == 1
 
         run(counted, work)
-        assert stored(inner, key_of(session)) == Cursor(2, epoch=1) and not session.dirty
+        assert stored(inner, key_of(session)) == Cursor(2, epoch=1) and not session.positions.dirty
 
 
 def test_cursors_survive_a_database_that_was_down(postgres_server: PostgresServer, postgres_url: str):
@@ -322,17 +325,17 @@ def test_cursors_survive_a_database_that_was_down(postgres_server: PostgresServe
 
         async def work(keeper: Keeper) -> None:
             await keeper.flush([session], {S: 10})
-            session.acknowledge([3, 4])
+            session.window.puback([3, 4])
             postgres_server.stop()
             try:
                 assert await keeper.flush([session], {S: 10}) == 0
-                assert session.dirty == {S}
+                assert session.positions.dirty == {S}
             finally:
                 postgres_server.start()
             assert await keeper.flush([session], {S: 10}) == 1
 
         run(metadata, work)
-        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.dirty
+        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.positions.dirty
 
 
 def test_cursors_survive_an_etcd_that_was_down(etcd_server: EtcdServer, etcd_url: str):
@@ -341,17 +344,17 @@ def test_cursors_survive_an_etcd_that_was_down(etcd_server: EtcdServer, etcd_url
 
         async def work(keeper: Keeper) -> None:
             await keeper.flush([session], {S: 10})
-            session.acknowledge([3, 4])
+            session.window.puback([3, 4])
             etcd_server.stop()
             try:
                 assert await keeper.flush([session], {S: 10}) == 0
-                assert session.dirty == {S}
+                assert session.positions.dirty == {S}
             finally:
                 etcd_server.start()
             assert await keeper.flush([session], {S: 10}) == 1
 
         run(metadata, work)
-        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.dirty
+        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.positions.dirty
 
 
 def test_an_unsubscribed_filters_cursors_go_and_stay_gone(metadata):
@@ -361,7 +364,7 @@ def test_an_unsubscribed_filters_cursors_go_and_stay_gone(metadata):
         await keeper.flush([session], {S: 10})
         session.unsubscribe("#")
         await keeper.delete_cursors("me", ["#"], {S: 10})
-        session.acknowledge([4])  # late, and still under way
+        session.window.puback([4])  # late, and still under way
         await keeper.flush([session], {S: 10})
 
     run(metadata, work)
@@ -394,10 +397,10 @@ def test_resume_from_progress(metadata):
         return await keeper.call(keeper.restore, record, {S: 20})
 
     session = run(metadata, work)
-    assert session.behind == {S: 13} and session.epoch == 3
-    session.unpark({S: 20}, 0.0)
+    assert session.positions.behind == {S: 13} and session.epoch == 3
+    session.attach({S: 20}, 0.0)
     block = Rows(S, range(13, 20), Batch(["t"] * 7, [b"%d" % n for n in range(13, 20)]), 0)
-    assert [block.offsets[i] for i in session.pick(block)] == [13, 14, 17, 18, 19]
+    assert [block.offsets[i] for i in session.positions.pick(block, session.window)] == [13, 14, 17, 18, 19]
 
 
 def test_without_progress_a_subscription_resumes_where_it_began():
@@ -408,7 +411,7 @@ def test_without_progress_a_subscription_resumes_where_it_began():
             return keeper.restore(record, {S: 20, S._replace(generation=3): 4})
 
         session = run(metadata, work)
-        assert session.behind == {S: 2, S._replace(generation=3): 0}, "a younger stream is its own from the beginning"
+        assert session.positions.behind == {S: 2, S._replace(generation=3): 0}, "a younger stream is all its own"
 
 
 def test_messages_that_come_while_a_session_is_fetched_are_not_missed():
@@ -421,8 +424,8 @@ def test_messages_that_come_while_a_session_is_fetched_are_not_missed():
             return keeper.restore(record, {S: 20})
 
         session = run(metadata, work)
-        session.unpark({S: 23}, 0.0)  # three more were dispatched before the client was welcome
-        assert session.behind == {S: 20}
+        session.attach({S: 23}, 0.0)  # three more were dispatched before the client was welcome
+        assert session.positions.behind == {S: 20}
 
 
 def test_a_subscription_older_than_a_generation_is_not_cut_short_by_a_younger_one():
@@ -443,28 +446,29 @@ def test_a_subscription_older_than_a_generation_is_not_cut_short_by_a_younger_on
             return keeper.restore(record, {S: 5, younger: 9})
 
         session = run(metadata, work)
-        assert session.behind[younger] == 0
+        assert session.positions.behind[younger] == 0
         block = Rows(younger, range(9), Batch(["a", "b", "a", "b", "a", "b", "a", "b", "a"], [b""] * 9), 0)
-        assert list(session.pick(block)) == [0, 2, 4, 6, 7, 8]
+        assert list(session.positions.pick(block, session.window)) == [0, 2, 4, 6, 7, 8]
 
 
 def test_under_way_at_a_clean_disconnect_keeps_its_packet_ids():
     with open_metadata("memory:") as metadata:
         session = with_acks(count=8)
-        session.received = {7, 3}
-        session.park({S: 10}, ())
+        session.inbound = Inbound({7, 3})
+        session.detach({S: 10}, ())
         record = record_of(session, connected=False, now=5.0)
         assert record.in_flight == {"9": (str(S), 8, 1), "10": (str(S), 9, 1)} and record.disconnected_at == 5.0
 
         async def work(keeper: Keeper) -> Session:
-            session.dirty.update(session.behind)
+            session.positions.dirty.update(session.positions.behind)
             await keeper.flush([session], {S: 10})
             await keeper.save(record)
             (found,) = keeper.load_all()
             return keeper.restore(found, {S: 10})
 
         back = run(metadata, work)
-        assert back.in_flight == {9: (S, 8, 1), 10: (S, 9, 1)} and back.received == {3, 7}
-        back.unpark({S: 10}, 0.0)
+        under_way = [(i, d.origin.stream, d.offset, d.qos) for i, d in back.window]
+        assert under_way == [(9, S, 8, 1), (10, S, 9, 1)] and back.inbound.ids() == [3, 7]
+        back.attach({S: 10}, 0.0)
         again = Rows(S, range(8, 10), Batch(["t"] * 2, [b""] * 2), 0)
-        assert list(back.pick(again)) == [], "they come again under their ids, not from the log as well"
+        assert list(back.positions.pick(again, back.window)) == [], "they come again under their ids only"

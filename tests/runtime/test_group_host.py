@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast.delivery.delivery import LoanStarted, LoanStopped, Room
+from holdfast.delivery.outlet import Outlet
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId
@@ -18,9 +20,11 @@ from holdfast.metadata import open_metadata
 from holdfast.model import Batch, Stream
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import LOG
+from holdfast.runtime.memberships import Membership
 from holdfast.runtime.supervisor import Supervisor
-from holdfast.sessions.session import Session, Subscription
+from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
+from holdfast.sessions.subscriptions import Subscription
 from holdfast.settings import GroupSettings
 
 SECONDS = 20.0
@@ -34,17 +38,21 @@ class Delivery:
 
     def __init__(self, log: Log):
         self._log = log
-        self.feeds: dict[LoanFeed, Any] = {}
+        self.feeds: dict[LoanFeed, Outlet] = {}
 
     @property
     def heads(self) -> dict[Stream, int]:
         return {head.stream: head.next_offset for head in self._log.heads(LOG)}
 
-    def add_feed(self, feed: LoanFeed, connection: Any) -> None:
-        self.feeds[feed] = connection
+    def handle(self, event: LoanStarted | LoanStopped | Room) -> None:
+        match event:
+            case LoanStarted(outlet, feed):
+                self.feeds[feed] = outlet
+                feed.news_to = outlet.loan_news
+            case LoanStopped(_, feed):
+                self.feeds.pop(feed, None)
 
-    def remove_feed(self, feed: LoanFeed) -> None:
-        self.feeds.pop(feed, None)
+    def pass_over(self, outlet: Outlet) -> None: ...
 
 
 class Connection:
@@ -52,12 +60,8 @@ class Connection:
 
     def __init__(self, client_id: str):
         self.session: Session | None = Session(client_id, 100)
-        self.membership: Any = None
+        self.outlet = Outlet(self.session, 5)
         self.closed = False
-        self.resent: list[Any] = []
-
-    def resend(self, rows: list[Any]) -> None:
-        self.resent += rows
 
 
 class Bench:
@@ -99,8 +103,11 @@ class Bench:
         self.host.leave(connection)  # type: ignore[arg-type]
         connection.session = None
 
+    def membership(self, connection: Connection) -> Membership:
+        return self.host.members._by_outlet[connection.outlet]
+
     def held(self, connection: Connection) -> list[LoanFeed]:
-        return [feed for feed, who in self.delivery.feeds.items() if who is connection]
+        return [feed for feed, who in self.delivery.feeds.items() if who is connection.outlet]
 
     async def until_all_lent(self, connection: Connection) -> list[LoanFeed]:
         await until(lambda: len(self.held(connection)) == SHARDS)
@@ -154,10 +161,8 @@ def test_a_leader_whose_save_fails_in_an_unknown_way_is_replaced(monkeypatch):
         (leader,) = bench.host._leaders.values()
         monkeypatch.setattr(bench.host.store, "save", fails)
         bench.log.append(LOG, Batch(["a/1"], [b"x"], "p"))
-        feeds[0].settle(0)
-        assert one.session is not None
-        one.session.touched[feeds[0]] = None
-        bench.host.report(one)  # type: ignore[arg-type]
+        feeds[0].settle_offset(0)
+        bench.host.report(one.outlet)
         await until(lambda: not leader.alive)
         monkeypatch.undo()
         await until(lambda: [d for d in bench.host._leaders.values() if d is not leader])
@@ -199,11 +204,11 @@ def test_an_agent_that_fails_is_replaced_and_its_session_joins_again(monkeypatch
     async def work(bench: Bench) -> None:
         one = await bench.join("one")
         feeds = await bench.until_all_lent(one)
-        before = one.membership.agent
+        before = bench.membership(one).agent
         monkeypatch.setattr(before, "handle", fails)
         await until(lambda: not [feed for feed in bench.held(one) if feed in feeds])
         again = await bench.until_all_lent(one)
-        assert one.membership.agent.incarnation > before.incarnation
+        assert bench.membership(one).agent.incarnation > before.incarnation
         assert not set(again) & set(feeds) and all(feed.stopped for feed in feeds)
 
     run(work)
@@ -211,9 +216,9 @@ def test_an_agent_that_fails_is_replaced_and_its_session_joins_again(monkeypatch
 
 def test_an_agent_whose_effect_cannot_be_performed_is_replaced(monkeypatch):
     async def work(bench: Bench) -> None:
-        monkeypatch.setattr(bench.delivery, "add_feed", fails)
+        monkeypatch.setattr(bench.delivery, "handle", fails)
         one = await bench.join("one")
-        await until(lambda: one.membership.breakdowns)
+        await until(lambda: bench.membership(one).breakdowns)
         monkeypatch.undo()
         await bench.until_all_lent(one)
 
@@ -224,7 +229,7 @@ def test_an_agent_that_fails_as_its_connection_ends_is_forgotten(monkeypatch):
     async def work(bench: Bench) -> None:
         one = await bench.join("one")
         await bench.until_all_lent(one)
-        monkeypatch.setattr(one.membership.agent, "handle", fails)
+        monkeypatch.setattr(bench.membership(one).agent, "handle", fails)
         bench.leave(one)
         assert not bench.host.members.members and not bench.delivery.feeds
 
@@ -239,7 +244,7 @@ def test_a_connection_that_ends_while_its_group_is_declared_joins_nothing():
         gone = Connection("gone")
         gone.closed = True
         await bench.subscribe(gone, "$share/g/a/#")
-        assert gone.membership is None and not bench.host.members.members
+        assert not bench.host.members.members
 
     run(work)
 
@@ -312,7 +317,7 @@ def test_other_options_reach_loans_that_are_being_read():
 def test_with_groups_switched_off_nobody_joins():
     async def work(bench: Bench) -> None:
         one = await bench.join("one")
-        assert one.membership is None
+        assert not bench.host.members.members
         bench.leave(one)
 
     run(work, GroupSettings(enabled=False))

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from holdfast.delivery.outlet import Outlet
 from holdfast.errors import HoldfastError
 from holdfast.groups.leading.leader import Leader
 from holdfast.groups.leading.registry import Registry
@@ -26,12 +27,13 @@ from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId
+from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
 from holdfast.log import Log
 from holdfast.log.history import History
 from holdfast.machine import Address, Send
 from holdfast.metadata import Metadata
-from holdfast.model import Next, Stream
+from holdfast.model import Next, Start, Stream
 from holdfast.runtime.bus import open_bus
 from holdfast.runtime.dead_letters import DeadLetters, DeadLetterStore
 from holdfast.runtime.driver import Driver
@@ -41,7 +43,8 @@ from holdfast.runtime.ingest import LOG
 from holdfast.runtime.memberships import LoanDelivery, Memberships
 from holdfast.runtime.offset_reader import Found, read_offsets
 from holdfast.runtime.supervisor import Supervisor
-from holdfast.sessions.session import Session, Subscription
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
 from holdfast.settings import GroupSettings
 
 if TYPE_CHECKING:
@@ -162,6 +165,9 @@ class GroupHost:
         if self._last_words is not None and not self.members.members and not self._leaders:
             self._last_words.set()
 
+    async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord:
+        return await self.admin.declare(group, start)
+
     # -- for connections ---------------------------------------------------------------------------------
 
     async def join(self, connection: Connection, session: Session, group: GroupId, subscription: Subscription) -> None:
@@ -173,8 +179,11 @@ class GroupHost:
     def leave(self, connection: Connection) -> None:
         self.members.leave(connection)
 
-    def report(self, connection: Connection) -> None:
-        self.members.report(connection)
+    def report(self, outlet: Outlet) -> None:
+        self.members.report(outlet)
+
+    def see_clock(self, outlet: Outlet) -> None:
+        self.members.see_clock(outlet)
 
     async def _read_offsets(self, stream: Stream, offsets: Sequence[int]) -> Mapping[int, Found]:
         try:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from holdfast.delivery.delivery import LoanStarted, LoanStopped, Room
+from holdfast.delivery.outlet import Outlet
 from holdfast.groups.member.agent import Agent, farewell
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
@@ -24,11 +26,13 @@ from holdfast.groups.protocol.nouns import GroupId, Loan
 from holdfast.groups.settings import MemberSettings
 from holdfast.machine import Address, Send
 from holdfast.model import Stream
+from holdfast.mqtt.connection import Say
 from holdfast.runtime.dead_letters import DeadLetters
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.offset_reader import Found
-from holdfast.sessions.session import Session, Subscription
+from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
+from holdfast.sessions.subscriptions import Subscription
 from holdfast.topics import TopicFilter
 
 if TYPE_CHECKING:
@@ -49,12 +53,16 @@ REJOIN_SECONDS, REJOIN_SECONDS_MAX = 0.05, 5.0
 class LoanDelivery(Protocol):
     """Who reads the loans of sessions and sends what is in them."""
 
-    heads: dict[Stream, int]
-    """How far each stream has been dispatched."""
+    @property
+    def heads(self) -> dict[Stream, int]:
+        """How far each stream has been delivered."""
+        ...
 
-    def add_feed(self, feed: LoanFeed, connection: Connection) -> None: ...
+    def handle(self, event: LoanStarted | LoanStopped | Room) -> None: ...
 
-    def remove_feed(self, feed: LoanFeed) -> None: ...
+    def pass_over(self, outlet: Outlet) -> None:
+        """What was committed and did not concern the loans that are fed from commits is done with."""
+        ...
 
 
 ReadOffsets = Callable[[Stream, Sequence[int]], Awaitable[Mapping[int, Found]]]
@@ -65,7 +73,8 @@ class Membership:
     """A connected session in its groups: its agent, and the loans it reads."""
 
     def __init__(self, connection: Connection, session: Session):
-        self.connection, self.session = connection, session
+        assert connection.outlet is not None
+        self.connection, self.session, self.outlet = connection, session, connection.outlet
         self.agent: Agent
         self.driver: Driver
         self.feeds: dict[Loan, LoanFeed] = {}
@@ -109,6 +118,7 @@ class Memberships:
         self.on_empty: Callable[[], None] = lambda: None
         """Called when the last member is gone."""
         self._by_connection: dict[Connection, Membership] = {}
+        self._by_outlet: dict[Outlet, Membership] = {}
         self._passed: dict[Stream, int] = {}
         """How far each stream went when loans were last told of what did not concern them."""
         self._incarnation = 0
@@ -126,9 +136,8 @@ class Memberships:
         member = self._by_connection.get(connection)
         if member is None:
             member = Membership(connection, session)
-            self._by_connection[connection] = member
+            self._by_connection[connection] = self._by_outlet[member.outlet] = member
             self._set_up(member)
-            connection.membership = member
         mine = member.subscriptions.setdefault(group, {})
         mine.pop(subscription.filter, None)
         mine[subscription.filter] = subscription
@@ -162,10 +171,11 @@ class Memberships:
         member = self._by_connection.pop(connection, None)
         if member is None:
             return
-        self.report(connection, member)
+        self.report(member.outlet)
         for feed in list(member.feeds.values()):
             feed.stopped = True
-            self._delivery.remove_feed(feed)
+            self._delivery.handle(LoanStopped(member.outlet, feed))
+        del self._by_outlet[member.outlet]
         member.closed = True
         member.driver.give(ev.Closed())
         self.forget_finished()
@@ -179,14 +189,19 @@ class Memberships:
         if not self.members:
             self.on_empty()
 
-    def report(self, connection: Connection, member: Membership | None = None) -> None:
+    def report(self, outlet: Outlet) -> None:
         """Tell the agent what its client has acknowledged."""
-        member = member or self._by_connection.get(connection)
-        if member is None:
-            return
-        touched, member.session.touched = member.session.touched, {}
-        for feed in touched:
-            self._tell(member, feed)
+        news = list(outlet.loan_news)
+        outlet.loan_news.clear()
+        member = self._by_outlet.get(outlet)
+        if member is not None:
+            for feed in news:
+                self._tell(member, feed)
+
+    def see_clock(self, outlet: Outlet) -> None:
+        """A process that stood still must know the time before it sends what was lent to it."""
+        if (member := self._by_outlet.get(outlet)) is not None:
+            member.driver.clock()
 
     def _tell(self, member: Membership, feed: LoanFeed) -> None:
         if feed.sent:
@@ -208,9 +223,9 @@ class Memberships:
                 continue  # nothing came: ten thousand idle loans cost nothing
             self._passed = {**before, **heads} if before.keys() - heads.keys() else dict(heads)
             for member in list(self.members.values()):
+                self._delivery.pass_over(member.outlet)
                 for feed in list(member.feeds.values()):
                     if feed.stream in moved:
-                        feed.pass_to(heads[feed.stream])
                         self._tell(member, feed)
 
     def forget_streams(self, streams: Sequence[Stream]) -> None:
@@ -231,12 +246,16 @@ class Memberships:
             lambda: self._broken(member),
         )
         self.members[member.agent.address.name] = member
+        member.outlet.agent = member.agent
 
     def _broken(self, member: Membership) -> None:
         """Whatever the agent held is the groups' again; the session joins anew."""
         self.members.pop(member.agent.address.name, None)
         for loan in list(member.feeds):
-            self._abandon(member, loan)
+            try:
+                self._abandon(member, loan)
+            except Exception:  # perhaps that is what the agent failed of: the session must join again all the same
+                logger.exception("loan %s could not be dropped", loan)
         member.parked.clear()
         if member.closed:
             self.forget_finished()
@@ -303,7 +322,7 @@ class Memberships:
         feed = LoanFeed(start, TopicFilter(group.filter), subscription)
         feed.parked |= member.parked.pop(start.loan, set())
         member.feeds[start.loan] = feed
-        self._delivery.add_feed(feed, member.connection)
+        self._delivery.handle(LoanStarted(member.outlet, feed))
 
     def _stop_reading(self, member: Membership, loan: Loan) -> None:
         feed = member.feeds.get(loan)
@@ -311,36 +330,34 @@ class Memberships:
             member.driver.give(ev.Drained(loan))
             return
         feed.stopped = True
-        self._delivery.remove_feed(feed)
-        member.session.drop_ready(feed)
+        self._delivery.handle(LoanStopped(member.outlet, feed))
         self._tell(member, feed)
 
     def _abandon(self, member: Membership, loan: Loan) -> None:
         feed = member.feeds.pop(loan, None)
         if feed is not None:
             feed.stopped = True
-            self._delivery.remove_feed(feed)
+            self._delivery.handle(LoanStopped(member.outlet, feed))
             member.session.forget_loan(feed)
+            self._delivery.handle(Room(member.outlet))
 
     async def _redeliver(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
         """Once more to the same client, under the packet ids it has not answered."""
         feed = member.feeds.get(loan)
         if feed is None:
             return
-        wanted = set(offsets)
-        again = [(i, e[1], e[2]) for i, e in member.session.in_flight.items() if e[0] is feed and e[1] in wanted]
+        wanted, session, connection = set(offsets), member.session, member.connection
+        again = [(i, d) for i, d in session.window if d.origin is feed and d.offset in wanted]
         for at in range(0, len(again), REDELIVER_AT_ONCE):
             some = again[at : at + REDELIVER_AT_ONCE]
-            found = await self._read_offsets(feed.stream, [offset for _, offset, _ in some])
-            flying = member.session.in_flight
-            member.connection.resend(
-                [
-                    (packet_id, found[offset].rows, found[offset].row, qos)
-                    for packet_id, offset, qos in some
-                    if offset in found and flying.get(packet_id, (None,))[0] is feed
-                ]
-            )
-        member.driver.give(ev.Delivered(loan, tuple(offset for _, offset, _ in again)))
+            found = await self._read_offsets(feed.stream, [delivery.offset for _, delivery in some])
+            packets = [
+                session.outgoing.again(packet_id, delivery, *found[delivery.offset], connection.version, time.time())
+                for packet_id, delivery in some
+                if delivery.offset in found and session.window.get(packet_id) is delivery
+            ]
+            connection.handle(Say(b"".join(each for each in packets if len(each) <= member.outlet.packet_max)))
+        member.driver.give(ev.Delivered(loan, tuple(delivery.offset for _, delivery in again)))
 
     async def _park(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
         """Set aside in the dead letters' log, durably; only then is it acknowledged to the group."""
@@ -356,8 +373,6 @@ class Memberships:
         if not await stored or member.feeds.get(loan) is not feed:
             return  # the next one to hold the stream finds them stored
         for offset in offsets:
-            feed.settle(offset)
-        for packet_id, (place, offset, qos) in list(member.session.in_flight.items()):
-            if place is feed and offset in letters:
-                member.session.in_flight[packet_id] = (None, 0, qos)
+            feed.settle_offset(offset)
+        member.session.window.disown(feed, offsets)
         self._tell(member, feed)

@@ -10,8 +10,8 @@ from holdfast.log import Log
 from holdfast.log.contract import Reading
 from holdfast.log.history import History
 from holdfast.model import Stream
-from holdfast.runtime.dispatch import rows_of
-from holdfast.sessions.session import Rows
+from holdfast.runtime.delivery import rows_of
+from holdfast.sessions.rows import Rows
 
 GAP_MAX = 64
 """Offsets this near to each other are fetched in one read, and what lies between is left."""
