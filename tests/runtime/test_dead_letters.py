@@ -123,11 +123,12 @@ def test_offsets_are_read_a_run_at_a_time_and_those_without_room_are_left(bench)
 
 def test_a_dead_letter_says_where_it_is_from_and_keeps_its_own_properties(bench):
     bench.publish(4)
-    assert bench.store.store(G, COURSE, bench.stream, {1: 3, 2: 5})
+    assert bench.store.store(G, COURSE, bench.stream, {1: 3, 2: 0})
     said = {"holdfast-group": "billing:a/#", "holdfast-stream": str(bench.stream)}
+    in_vain, too_large = "not acknowledged", "larger than the member takes"
     assert bench.stored() == [
-        ("1", {**said, "holdfast-offset": "1", "holdfast-attempts": "3", "k": "v"}),
-        ("2", {**said, "holdfast-offset": "2", "holdfast-attempts": "5"}),
+        ("1", {**said, "holdfast-offset": "1", "holdfast-attempts": "3", "holdfast-reason": in_vain, "k": "v"}),
+        ("2", {**said, "holdfast-offset": "2", "holdfast-attempts": "0", "holdfast-reason": too_large}),
     ]
 
 

@@ -10,6 +10,9 @@ that nothing else uses. A batch is stored in three steps, and whoever comes late
 A node that fails after 1 leaves the intent. The next one that stores anything of that stream, here or on another
 node, repeats step 2 first: under the same key the log takes it once. So a retry, a second member and a hand-over
 store nothing twice. A seek begins anew: what is not acknowledged then is stored once more.
+
+Each says in user properties where it is from, how often it was delivered, and why it is here: it was delivered in vain,
+or (0 attempts) the member that held its stream takes no packet of that size.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 10.0
 
 GROUP_PROPERTY, STREAM_PROPERTY = "holdfast-group", "holdfast-stream"
 OFFSET_PROPERTY, ATTEMPTS_PROPERTY = "holdfast-offset", "holdfast-attempts"
+REASON_PROPERTY = "holdfast-reason"
 
 NAME_CHARACTERS_MAX = 16_000
 """A user property takes 65,535 bytes."""
@@ -153,7 +157,7 @@ class DeadLetterStore:
             key = Key(f"dead-letters/{ledger.course}/{stream}", ledger.sequence)
             self._log.append(DEAD_LETTERS, _batch(group, stream, found, attempts), key=key)
             logger.warning(
-                "group %s: %d messages of %s (offsets %d..%d) were never acknowledged; see log %s",
+                "group %s: %d messages of %s (offsets %d..%d) were not acknowledged or too large; see log %s",
                 *(group, len(found), stream, min(found), max(found), DEAD_LETTERS),
             )
 
@@ -172,6 +176,7 @@ def _batch(group: GroupId, stream: Stream, found: Mapping[int, Found], attempts:
             (STREAM_PROPERTY, str(stream)),
             (OFFSET_PROPERTY, str(offset)),
             (ATTEMPTS_PROPERTY, str(attempts.get(offset, 0))),
+            (REASON_PROPERTY, "not acknowledged" if attempts.get(offset) else "larger than the member takes"),
         ]
         own = (rows.properties[at] if rows.properties is not None else None) or b""
         properties.append(own + encode({"user_properties": said}))

@@ -23,9 +23,6 @@ from holdfast.runtime.ingest import LOG
 
 logger = logging.getLogger("holdfast.groups")
 
-ASK_SECONDS = 15.0
-"""A pause or a seek is answered once everything lent has been called back, or taken back: see groups.revoke_secs."""
-
 ASK_AGAIN_SECONDS = 0.5
 
 OnThread = Callable[..., asyncio.Future[Any]]
@@ -36,14 +33,17 @@ class GroupAdmin:
 
     def __init__(
         self,
+        *,
         node_id: str,
         store: GroupStore,
         on_thread: OnThread,
         on_bulk_thread: OnThread,
         send: Callable[[Address, Any], None],
+        ask_seconds: float,
     ):
         self._node_id, self._store, self._send = node_id, store, send
         self._on_thread, self._on_bulk_thread = on_thread, on_bulk_thread
+        self._ask_seconds = ask_seconds
         self._asked: dict[str, asyncio.Future[m.Answer]] = {}
 
     async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord:
@@ -78,7 +78,7 @@ class GroupAdmin:
         self._asked[request] = waiting
         ask = m.Ask(request, Address(self._node_id, "asker"), group, what)
         try:
-            give_up = time.monotonic() + ASK_SECONDS
+            give_up = time.monotonic() + self._ask_seconds
             while time.monotonic() < give_up:
                 self._send(Address(self._node_id, "registry"), ask)
                 done, _ = await asyncio.wait([waiting], timeout=ASK_AGAIN_SECONDS)
@@ -87,7 +87,7 @@ class GroupAdmin:
                     if answer.error:
                         raise RequestError(f"group {str(group)!r}: {answer.error}")
                     return answer.view
-            raise HoldfastError(f"the leader of group {str(group)!r} did not answer within {ASK_SECONDS:.0f} s")
+            raise HoldfastError(f"the leader of group {str(group)!r} did not answer within {self._ask_seconds:.0f} s")
         finally:
             del self._asked[request]
 

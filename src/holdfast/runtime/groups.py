@@ -54,6 +54,8 @@ logger = logging.getLogger("holdfast.groups")
 
 LOOK_AGAIN_SECONDS = 0.5
 RETREAT_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+"""How long a leader may take to answer an operator, beside what it waits for: it may have to be elected first."""
 REREAD_BYTES = 16 << 20
 
 
@@ -118,7 +120,15 @@ class GroupHost:
         self._log, self._history = log, history
         self.store = GroupStore(log, metadata, history, LOG, node_id)
         self._dead_letters = DeadLetters(DeadLetterStore(log, metadata, history))
-        self.admin = GroupAdmin(node_id, self.store, self.threads.store, self.threads.bulk, self.send)
+        self.admin = GroupAdmin(
+            node_id=node_id,
+            store=self.store,
+            on_thread=self.threads.store,
+            on_bulk_thread=self.threads.bulk,
+            send=self.send,
+            # A pause is answered once everything is back: given back in time, or taken back from the silent.
+            ask_seconds=settings.revoke_secs + settings.ping_timeout_secs + ANSWER_SECONDS,
+        )
         self.members = Memberships(
             node_id=node_id,
             enabled=settings.enabled,

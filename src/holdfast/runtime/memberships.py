@@ -207,6 +207,9 @@ class Memberships:
         if feed.sent:
             sent, feed.sent = tuple(feed.sent), []
             member.driver.give(ev.Delivered(feed.loan, sent))
+        if feed.too_large:
+            too_large, feed.too_large = tuple(feed.too_large), []
+            self._spawn(self._park(member, feed.loan, too_large, attempts_least=0))
         if news := feed.take_news():
             member.driver.give(ev.Acked(feed.loan, news))
         if feed.stopped and not feed.in_flight and feed.loan in member.feeds:
@@ -298,7 +301,7 @@ class Memberships:
             case fx.Park(loan, offsets):
                 feed = member.feeds.get(loan)
                 (feed.parked if feed is not None else member.parked.setdefault(loan, set())).update(offsets)
-                self._spawn(self._park(member, loan, offsets))
+                self._spawn(self._park(member, loan, offsets, attempts_least=1))
             case fx.Joined(_, group, born):
                 for subscription in member.subscriptions.get(group, {}).values():
                     subscription.born = born
@@ -359,8 +362,11 @@ class Memberships:
             connection.handle(Say(b"".join(each for each in packets if len(each) <= member.outlet.packet_max)))
         member.driver.give(ev.Delivered(loan, tuple(delivery.offset for _, delivery in again)))
 
-    async def _park(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
-        """Set aside in the dead letters' log, durably; only then is it acknowledged to the group."""
+    async def _park(self, member: Membership, loan: Loan, offsets: tuple[int, ...], attempts_least: int) -> None:
+        """Set aside in the dead letters' log, durably; only then is it acknowledged to the group.
+
+        Those that were never delivered are larger than the client takes.
+        """
         feed, borrower = member.feeds.get(loan), member.agent.borrowers.get(loan.member.number)
         held = borrower.loans.get(loan.piece) if borrower is not None else None
         if feed is None or borrower is None or held is None or held.loan != loan:
@@ -368,7 +374,7 @@ class Memberships:
         counts = dict(held.attempts.snapshot()) if held.attempts is not None else {}
         # A slice's cursor says nothing about its neighbours' messages.
         floor = held.cursor.offset + 1 if loan.piece.of == 1 else 0
-        letters = {offset: counts.get(offset, 0) for offset in offsets}
+        letters = {offset: max(counts.get(offset, 0), attempts_least) for offset in offsets}
         stored = self._dead_letters.put(borrower.group, loan.course, feed.stream, letters, floor)
         if not await stored or member.feeds.get(loan) is not feed:
             return  # the next one to hold the stream finds them stored

@@ -212,6 +212,27 @@ def test_dead_letters_survive_a_hand_over_without_being_stored_twice(lone: Node,
     assert Counter(payload for payload, _ in dead_letters(lone, name)) == Counter(sent)
 
 
+def test_a_message_that_is_too_large_for_its_member_is_a_dead_letter_and_the_rest_is_served(
+    lone: Node, member: Connect, ledger: Ledger, name: str
+) -> None:
+    small = member(lone, f"{name}-small", f"$share/g/{name}/#", packet_maximum=300)
+    settled(lone, f"g:{name}/#", [small.client_id])
+    large = f"{name}-" + "x" * 500
+    with Publisher(lone.mqtt_port, name, 2) as publisher:
+        before = publisher.publish(f"{name}/x", 4)
+        answer = httpx.post(
+            f"{lone.http}/api/v1/publish", json={"topic": f"{name}/x", "payload": large, "qos": 1}, timeout=20
+        )
+        assert answer.status_code == 200
+        after = publisher.publish(f"{name}/x", 4)
+        ledger.await_acked([*before, *after])
+    ((payload, said),) = wait_for(lambda: dead_letters(lone, name), SECONDS, "it is set aside")
+    assert payload == large
+    assert (said["holdfast-reason"], said["holdfast-attempts"]) == ("larger than the member takes", "0")
+    wait_for(lambda: described(lone, f"g:{name}/#")["lag"] == 0, SECONDS, "and done with")
+    assert large not in small.payloads()
+
+
 # -- retention and the lake --------------------------------------------------------------------------------------------
 
 
