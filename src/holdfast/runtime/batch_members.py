@@ -244,13 +244,15 @@ class BatchMembers:
         except HoldfastError as error:
             logger.warning("what %s says cannot be checked: %s", message.member, error)
             return  # it says it again
-        false = [str(piece) for piece, mark in _marks(message) if _top(mark) >= ends.get(piece.stream, OFFSET_MAX)]
+        false = {piece for piece, mark in _marks(message) if _top(mark) >= ends.get(piece.stream, OFFSET_MAX)}
         if false:
-            logger.warning("%s reports progress beyond the end of %s: refused", message.member, ", ".join(false[:5]))
-            return
-        # Nobody knows these streams (any more): nothing can be said about them.
-        carried = tuple(c for c in message.carried if c.piece.stream not in beyond or c.piece.stream in ends)
-        self._route(way, place, replace(message, carried=carried))
+            names = ", ".join(sorted(map(str, false))[:5])
+            logger.warning("%s reports progress beyond the end of %s: refused", message.member, names)
+            if isinstance(message, m.UpdateStreamStates) and not false.isdisjoint(r.piece for r in _reports(message)):
+                return  # its lease ends, and it starts over
+        # A member that carries what cannot be, or streams that nobody knows (any more), may join without that.
+        known = (c for c in message.carried if c.piece.stream not in beyond or c.piece.stream in ends)
+        self._route(way, place, replace(message, carried=tuple(c for c in known if c.piece not in false)))
 
     def _route(self, way: Way, place: BatchPlace, message: FromBatchMember) -> None:
         message = replace(message, reply_to=Address(self._node_id, "batch", _name(message.member.session, way.group)))
@@ -304,8 +306,12 @@ def _beyond(message: FromBatchMember, ends: Mapping[Stream, int]) -> set[Stream]
 def _marks(message: FromBatchMember) -> list[tuple[Piece, Mark]]:
     found = [(carried.piece, carried.mark) for carried in message.carried]
     if isinstance(message, m.UpdateStreamStates):
-        found += [(report.piece, report.mark) for report in (*message.states, *message.old_states)]
+        found += [(report.piece, report.mark) for report in _reports(message)]
     return found
+
+
+def _reports(states: m.UpdateStreamStates) -> tuple[m.Report, ...]:
+    return (*states.states, *states.old_states)
 
 
 def _check_mark(piece: Piece, mark: Mark) -> None:
