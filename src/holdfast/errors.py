@@ -5,6 +5,7 @@ HoldfastError
 ├─ RequestError          the caller asked wrongly; nothing was changed
 │  ├─ UnknownStream      no such log, stream or generation
 │  ├─ PreconditionFailed the stream was not where the caller expected it
+│  ├─ Conflict           it exists already, and is different
 │  └─ StaleEpoch         a newer holder exists; the old one is refused
 ├─ NodeUnavailable       a node cannot be reached just now
 ├─ StoreError            the store could not; __cause__ is the driver's error
@@ -42,6 +43,10 @@ class UnknownStream(RequestError):
 
 class PreconditionFailed(RequestError):
     """What the caller expected to find was not there; the message says what was."""
+
+
+class Conflict(RequestError):
+    """What the caller wants to make exists already, and is different; the message says in what."""
 
 
 class StaleEpoch(RequestError):

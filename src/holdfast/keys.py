@@ -2,9 +2,11 @@
 
     /holdfast/subscriptions/LOG/STREAM/CLIENT FILTER/cursor         a session's cursor
     /holdfast/subscriptions/LOG/STREAM/group:NAME:FILTER/cursor     a group's progress
+    /holdfast/subscriptions/LOG/STREAM/dead-letters:NAME:FILTER/cursor   what a group has set aside
     /holdfast/subscriptions/LOG/STREAM/NAME/cursor                  a named subscription's cursor (Spark)
     /holdfast/groups/NAME:FILTER/record                             what was declared
     /holdfast/groups/NAME:FILTER/claim                              who leads it
+    /holdfast/groups/NAME:FILTER/skipped                            what retention dropped before it was read
     /holdfast/sessions/CLIENT                                       a session
     /holdfast/wills/NODE/CLIENT                                     a will
 
@@ -76,6 +78,17 @@ def record_key(group: tuple[str, str]) -> str:
 
 def claim_key(group: tuple[str, str]) -> str:
     return f"{GROUPS}{_group(group)}/claim"
+
+
+def skipped_key(group: tuple[str, str]) -> str:
+    """What retention dropped before the group had read it."""
+    return f"{GROUPS}{_group(group)}/skipped"
+
+
+def dead_letters_key(group: tuple[str, str], stream: Stream) -> str:
+    """Which messages of a stream the group has set aside."""
+    name, filter_text = group
+    return _cursor_key(stream, f"dead-letters:{_plain(name, _NO_COLON)}:{_plain(filter_text, _NO_SPACE)}")
 
 
 def is_record(key: str) -> bool:

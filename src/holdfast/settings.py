@@ -113,6 +113,9 @@ class GroupSettings:
     """How long an answer may take before the other side counts as gone."""
     revoke_secs: float = 10.0
     """How long a member that is asked to give a stream back may take to finish what is in flight."""
+    on_trimmed: str = "earliest"
+    """What a group does whose unread messages were dropped by retention: error (it is paused), earliest (it goes on
+    with what is there) or latest (it goes on with what comes next). A record of what is gone is kept in any case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +184,7 @@ class Settings:
 CHOICES = {
     "log.shard_by": ("publisher", "topic"),
     "sessions.on_trimmed": ("error", "earliest", "latest"),
+    "groups.on_trimmed": ("error", "earliest", "latest"),
     "auth.allow_anonymous": ("loopback", "never", "always"),
     "auth.jwt_algorithm": ("", "HS256", "RS256", "ES256"),
     "log_level": ("debug", "info", "warning", "error"),

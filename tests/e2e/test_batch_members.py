@@ -33,7 +33,7 @@ from holdfast.groups.protocol.messages import (
 )
 from holdfast.groups.protocol.nouns import GroupId, Mark, MemberId, Piece
 from holdfast.machine import Address
-from holdfast.model import Stream
+from holdfast.model import Batch, Stream
 from holdfast.topics import TopicFilter
 from node import Node
 
@@ -62,6 +62,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         "auth.acl_file": rules,
     }
     with Node(folder, settings=settings) as running:
+        # So that there is something of every stream to have made progress in.
+        with holdfast.open(f"sqlite:///{folder}/data/holdfast.db") as log:
+            log.append("messages", Batch(["filler"] * 200, [b""] * 200, [f"p{n}" for n in range(200)]))
+            assert min(head.next_offset for head in log.heads("messages")) > 20
         yield running
 
 
@@ -139,8 +143,28 @@ def test_joining_gives_every_stream_under_a_version(join: Join, node: Node) -> N
     assert [(each["session"], each["kind"]) for each in view["members"]] == [(member.id.session, "batch")]
 
 
+def test_progress_that_cannot_be_is_not_believed(join: Join, node: Node) -> None:
+    """It ended a group's consumption: everything up to there counted as read."""
+    one = join("a", start="beginning")
+    lease = one.joined()
+    first, second = lease.streams[:2]
+    one.states(lease.version, report(first, lease.version, Mark(1_000_000)))
+    assert one.find(carried=(Carried(second.piece, second.course, Mark(1_000_000)),)) == SUCCESS
+    one.states(lease.version, report(first, lease.version, Mark(3)))
+    one.hears(RenewStreamLease)
+
+    def progress() -> list[Mark]:
+        again = join("a")  # the next one of the same name hears how far the group has come
+        return sorted(leased.mark for leased in again.joined().streams)
+
+    one.say(LeaveGroup(one.id, NOWHERE, one.group, ""))
+    one.hears(LeftGroup)
+    assert progress() == [Mark(), Mark(), Mark(), Mark(3)]
+    assert "beyond the end" in node.logs()
+
+
 def test_an_exchange_of_versions_gives_streams_to_a_newcomer(join: Join) -> None:
-    one, two = join("a"), join("b")
+    one, two = join("a", start="beginning"), join("b")
     lease = one.joined()
     one.states(lease.version)
     assert shards(two.joined()) == []
@@ -396,6 +420,8 @@ def test_the_client_comes_back_to_a_restarted_node(tmp_path: Any, name: str) -> 
         Node(tmp_path, settings=settings) as node,
         BatchClient(f"127.0.0.1:{node.mqtt_port}", "g:t/#", start="beginning") as reader,
     ):
+        with holdfast.open(f"sqlite:///{tmp_path}/data/holdfast.db") as log:
+            log.append("messages", Batch(["t/x"] * 40, [b""] * 40, [f"p{n}" for n in range(40)]))
         assert reader.join()
         piece = min(reader.assignment().pieces)
         reader.ack(piece, [(0, 4)])

@@ -34,6 +34,8 @@ def show(group: Group, node: Node = DEFAULT, token: Token = None, json: AsJson =
     print(f"{whole['group']}: lag {lag:,} messages, {seconds:.1f} s; led under epoch {whole['epoch']}")
     output.table(whole["members"], False, title="Members")
     output.table(whole["streams"], False, title="Streams")
+    if whole["skipped"]:
+        output.table(whole["skipped"], False, title="Skipped: dropped before the group had read it")
 
 
 @app.command("create")
@@ -43,6 +45,7 @@ def create(
     order: Annotated[str, typer.Option(help="strict or parallel generations.")] = "strict",
     ack_timeout_seconds: Annotated[float | None, typer.Option(help="Redeliver after so long.")] = None,
     attempts_max: Annotated[int | None, typer.Option(help="Set aside as dead letter after so many.")] = None,
+    idle_seconds_max: Annotated[float | None, typer.Option(help="Delete it after so long without a member.")] = None,
     node: Node = DEFAULT,
     token: Token = None,
 ) -> None:
@@ -55,6 +58,7 @@ def create(
         "order": order,
         "ack_timeout_seconds": ack_timeout_seconds,
         "attempts_max": attempts_max,
+        "idle_seconds_max": idle_seconds_max,
     }
     print(f"group {call(node, 'POST', 'groups', body, token)['group']} is declared")
 

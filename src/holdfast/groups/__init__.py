@@ -34,6 +34,8 @@ wait). `wire.encode` and `wire.decode` turn messages into bytes.
     TrustUntil                   -                                           Trusted -> every leader of the node
     Load                         read `record_key` and all the progress      Loaded, LoadFailed -> leader
     WatchStreams                 look, and keep looking; oldest news first   StreamsSeen -> leader, now and on change
+    Trimmed                      keep a record of what was skipped, follow   -
+                                 `groups.on_trimmed`
     Save                         `record.stored`, if the claim is at         SaveFailed, Deposed -> leader; on success
                                  version `epoch`                             nothing
     Retire                       drop the leader                             LeaderRetired -> registry

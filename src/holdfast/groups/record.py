@@ -16,7 +16,7 @@ from holdfast.errors import RequestError
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
 from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Policy
-from holdfast.keys import progress_key, record_key
+from holdfast.keys import progress_key, record_key, skipped_key
 from holdfast.model import Stream
 
 Order = Literal["strict", "parallel"]
@@ -38,6 +38,8 @@ class GroupRecord:
     """How often the group was moved by a seek."""
     starts: Mapping[Stream, int] = field(default_factory=dict)
     """First offset wanted of the streams that existed when this course began; others start at 0."""
+    from_generation: int = 0
+    """Earlier generations are none of the group's: consumed, or from before this course began."""
     paused: bool = False
     lent: bool = False
     """A leader has lent streams and not yet said that all came back: its follower waits for their holders."""
@@ -53,9 +55,9 @@ class GroupRecord:
     def course(self) -> str:
         return f"{self.born}.{self.turn}"
 
-    def turned(self, starts: Mapping[Stream, int]) -> GroupRecord:
+    def turned(self, starts: Mapping[Stream, int], from_generation: int = 0) -> GroupRecord:
         """After a seek."""
-        return replace(self, turn=self.turn + 1, starts=dict(starts))
+        return replace(self, turn=self.turn + 1, starts=dict(starts), from_generation=from_generation)
 
     def having_answered(self, request: str) -> GroupRecord:
         return replace(self, answered=(*self.answered, request)[-ANSWERED_MAX:])
@@ -70,6 +72,7 @@ class GroupRecord:
                 "order": self.order,
                 "turn": self.turn,
                 "starts": {str(stream): offset for stream, offset in sorted(self.starts.items())},
+                "from_generation": self.from_generation,
                 "paused": self.paused,
                 "lent": self.lent,
                 "idle": self.idle,
@@ -92,6 +95,7 @@ class GroupRecord:
                 order=value["order"],
                 turn=value["turn"],
                 starts={Stream.parse(text): offset for text, offset in value["starts"].items()},
+                from_generation=value["from_generation"],
                 paused=value["paused"],
                 lent=value["lent"],
                 idle=value["idle"],
@@ -120,7 +124,7 @@ def stored(save: Save, now_seconds: float) -> tuple[dict[str, bytes], list[str]]
     limits the size of a transaction may take it in parts, each under that precondition, in this order.
     """
     puts: dict[str, bytes] = {}
-    deletes = [record_key(save.group)] if save.delete else []
+    deletes = [record_key(save.group), skipped_key(save.group)] if save.delete else []
     if save.record is not None:
         puts[record_key(save.group)] = save.record.to_json(now_seconds)
     for progress in save.progress:

@@ -7,8 +7,10 @@ no better.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ import msgspec
 from holdfast.errors import RequestError
 from holdfast.groups.protocol import wire
 from holdfast.machine import Address
+from holdfast.runtime.supervisor import Supervisor
 from holdfast.store import Bus
 
 logger = logging.getLogger("holdfast.bus")
@@ -36,15 +39,17 @@ class NodeBus:
     """One node's end of the store's bus; without one the node is by itself, and there is nobody to talk to."""
 
     def __init__(self, bus: Bus | None, deliver: Deliver):
-        self._bus, self.deliver = bus, deliver
+        self._bus, self._deliver = bus, deliver
         self._out: list[tuple[str, bytes]] = []
         self._sending = False
         self._closed = False
+        # Of its own: whatever else waits for a thread must not hold up what nodes say to each other.
+        self._sender = ThreadPoolExecutor(1, "holdfast-bus-send")
 
-    def start(self) -> None:
+    def start(self, supervisor: Supervisor) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._bus is not None:
-            self._bus.listen(self._from_thread)
+        if (bus := self._bus) is not None:
+            supervisor.run_thread("bus", lambda: bus.listen(self._from_thread))
 
     def send(self, to: Address, message: Any) -> None:
         """Queued; what is said in one turn of the loop goes in one transaction."""
@@ -61,16 +66,19 @@ class NodeBus:
             self._sending = False
             return
         out, self._out = self._out, []
-        sending = self._loop.run_in_executor(None, self._bus.send, out)
+        sending = self._loop.run_in_executor(self._sender, self._bus.send, out)
         sending.add_done_callback(self._sent)
 
     def _sent(self, done: asyncio.Future[None]) -> None:
+        if done.cancelled():
+            return
         if done.exception() is not None:
             logger.warning("control messages were lost: %s", done.exception())
         self._flush()
 
     def _from_thread(self, bodies: list[bytes]) -> None:
-        self._loop.call_soon_threadsafe(self._arrived, bodies)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._arrived, bodies)
 
     def _arrived(self, bodies: list[bytes]) -> None:
         for body in bodies:
@@ -79,9 +87,13 @@ class NodeBus:
             except (msgspec.MsgspecError, RequestError) as error:
                 logger.error("a control message cannot be read: %s", error)
                 continue
-            self.deliver(to, message)
+            try:
+                self._deliver(to, message)
+            except Exception:  # our own fault; the other messages are none the worse for it
+                logger.exception("%s could not be given %s", to, type(message).__name__)
 
     def close(self) -> None:
         self._closed = True
         if self._bus is not None:
             self._bus.close()
+        self._sender.shutdown(cancel_futures=True)

@@ -81,6 +81,9 @@ class DeliveryHost:
         if self._connections.pop(outlet, None) is not None:  # one that was never welcome was never attached
             self.handle(dv.Detached(outlet, away))
 
+    def pass_over(self, outlet: Outlet) -> None:
+        self.machine.pass_over(outlet)
+
     def committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> None:
         """Blocks this node has just stored."""
         try:

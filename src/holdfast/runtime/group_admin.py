@@ -6,71 +6,68 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
-from holdfast.errors import HoldfastError, RequestError
+from holdfast.errors import Conflict, HoldfastError, RequestError
 from holdfast.groups.protocol import messages as m
-from holdfast.groups.protocol.nouns import GroupId, Policy
+from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.protocol.view import GroupView, StreamHead
 from holdfast.groups.record import GroupRecord, expired
-from holdfast.keys import GROUPS, is_record, record_key
+from holdfast.log import Log
 from holdfast.machine import Address
-from holdfast.model import At, Beginning, Next, Start, Stream
+from holdfast.model import Start, Stream
 from holdfast.runtime.delivery import rows_of
+from holdfast.runtime.group_store import Gap, GroupOptions, GroupStore
 from holdfast.runtime.ingest import LOG
-
-if TYPE_CHECKING:
-    from holdfast.runtime.groups import GroupHost
 
 logger = logging.getLogger("holdfast.groups")
 
-ASK_SECONDS = 10.0
+ASK_AGAIN_SECONDS = 0.5
+
+OnThread = Callable[..., asyncio.Future[Any]]
 
 
 class GroupAdmin:
-    def __init__(self, host: GroupHost):
-        self._host = host
+    """Questions to leaders, and the records of groups."""
 
-    async def declare(
+    def __init__(
         self,
-        group: GroupId,
-        start: Start | None = None,
-        order: str = "strict",
-        ack_timeout_seconds: float | None = None,
-        attempts_max: int | None = None,
-        idle_seconds_max: float | None = None,
-    ) -> GroupRecord:
-        """The group, made if it does not exist; it persists from that moment, with no member yet."""
-        return await self._host.off(  # type: ignore[no-any-return]
-            self._declare, group, start, order, Policy(ack_timeout_seconds, attempts_max), idle_seconds_max
-        )
+        *,
+        node_id: str,
+        store: GroupStore,
+        on_thread: OnThread,
+        on_bulk_thread: OnThread,
+        send: Callable[[Address, Any], None],
+        ask_seconds: float,
+    ):
+        self._node_id, self._store, self._send = node_id, store, send
+        self._on_thread, self._on_bulk_thread = on_thread, on_bulk_thread
+        self._ask_seconds = ask_seconds
+        self._asked: dict[str, asyncio.Future[m.Answer]] = {}
 
-    def _declare(
-        self, group: GroupId, start: Start | None, order: str, policy: Policy, idle_seconds_max: float | None
-    ) -> GroupRecord:
-        while True:
-            entry = self._host.metadata.get(record_key(group))
-            if entry is not None:
-                return GroupRecord.from_json(entry.value)
-            record = GroupRecord(
-                group=group,
-                born=uuid.uuid4().hex,
-                log=LOG,
-                order=order,  # type: ignore[arg-type]
-                starts=self._host.log.positions(LOG, start or Next(), group.filter),
-                policy=policy,
-                idle_seconds_max=idle_seconds_max,
-            )
-            if self._host.metadata.compare_and_set(record_key(group), None, record.to_json(time.time())) is not None:
-                return record
+    async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord:
+        """The group as it is, or made with the usual options; it persists from that moment on."""
+        record, _ = await self._on_thread(self._store.declare, group, start)
+        return record  # type: ignore[no-any-return]
+
+    async def create(self, group: GroupId, start: Start | None, options: GroupOptions) -> tuple[GroupRecord, bool]:
+        """The group with these options, and whether it is new; a Conflict says what differs if it has others.
+
+        Where a group began is not compared: `latest` means another place each time.
+        """
+        record, new = await self._on_thread(self._store.declare, group, start, options)
+        different = [] if new else GroupOptions.of_record(record).differences(options)
+        if different:
+            raise Conflict(f"group {str(group)!r} exists, and its {'; its '.join(different)}")
+        return record, new
 
     async def exists(self, group: GroupId) -> bool:
-        return await self._host.off(self._host.metadata.get, record_key(group)) is not None
+        return await self._on_thread(self._store.record, group) is not None
 
     async def groups(self) -> list[GroupRecord]:
         """Every declared group."""
-        entries = await self._host.off(self._host.metadata.list, GROUPS)
-        return [GroupRecord.from_json(e.value) for key, e in entries.items() if is_record(key)]
+        return [GroupRecord.from_json(data) for data in (await self._on_bulk_thread(self._store.records)).values()]
 
     async def ask(self, group: GroupId, what: m.Request) -> GroupView | None:
         """Put a question to the group's leader, wherever it is; a RequestError says why not."""
@@ -78,21 +75,27 @@ class GroupAdmin:
             raise RequestError(f"there is no group {str(group)!r}")
         request = uuid.uuid4().hex
         waiting: asyncio.Future[m.Answer] = asyncio.get_running_loop().create_future()
-        self._host.asks[request] = waiting
-        ask = m.Ask(request, Address(self._host.node_id, "asker"), group, what)
+        self._asked[request] = waiting
+        ask = m.Ask(request, Address(self._node_id, "asker"), group, what)
         try:
-            give_up = time.monotonic() + ASK_SECONDS
+            give_up = time.monotonic() + self._ask_seconds
             while time.monotonic() < give_up:
-                self._host.send(Address(self._host.node_id, "registry"), ask)
-                done, _ = await asyncio.wait([waiting], timeout=0.5)
+                self._send(Address(self._node_id, "registry"), ask)
+                done, _ = await asyncio.wait([waiting], timeout=ASK_AGAIN_SECONDS)
                 if done:
                     answer = waiting.result()
                     if answer.error:
                         raise RequestError(f"group {str(group)!r}: {answer.error}")
                     return answer.view
-            raise HoldfastError(f"the leader of group {str(group)!r} did not answer within {ASK_SECONDS:.0f} s")
+            raise HoldfastError(f"the leader of group {str(group)!r} did not answer within {self._ask_seconds:.0f} s")
         finally:
-            del self._host.asks[request]
+            del self._asked[request]
+
+    def answered(self, answer: m.Answer) -> None:
+        """A leader's answer to one of our questions."""
+        waiting = self._asked.get(answer.request)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
     async def describe(self, group: GroupId) -> GroupView:
         """Who holds what. A leader that has just begun is given a moment to see its streams."""
@@ -106,38 +109,45 @@ class GroupAdmin:
 
     async def heads_for(self, view: GroupView) -> dict[Stream, StreamHead]:
         """How far the streams go, and how old what the group has not acknowledged is."""
-        return await self._host.off(self._heads_for, view)  # type: ignore[no-any-return]
+        return await self._on_bulk_thread(_heads_for, self._store, view)  # type: ignore[no-any-return]
 
-    def _heads_for(self, view: GroupView) -> dict[Stream, StreamHead]:
-        floors: dict[Stream, int] = {}
-        for piece, _, _, mark in view.pieces:
-            floors[piece.stream] = min(floors.get(piece.stream, mark.offset), mark.offset)
-        found = {}
-        for head in self._host.log.heads(LOG):
-            oldest = None
-            at = floors.get(head.stream, head.next_offset) + 1
-            if at < head.next_offset:
-                chunks = self._host.log.read(head.stream, at, rows_max=1, on_corrupt="skip").chunks
-                times = rows_of(chunks[0]).times if chunks else None
-                oldest = times[0] if isinstance(times, list) else None
-            found[head.stream] = StreamHead(head.next_offset, head.sealed, oldest)
-        return found
+    async def skipped(self, group: GroupId) -> list[Gap]:
+        """What retention dropped before the group had read it."""
+        return await self._on_bulk_thread(self._store.skipped, group)  # type: ignore[no-any-return]
 
     async def seek(self, group: GroupId, start: Start) -> None:
-        offsets = await self._host.off(self._host.log.positions, LOG, start, group.filter)
-        if isinstance(start, Beginning):
-            offsets = {}
-        elif isinstance(start, At):
-            offsets = {**offsets, **dict(start.offsets)}
-        await self.ask(group, m.Seek(tuple(sorted(offsets.items()))))
+        offsets, from_generation = await self._on_bulk_thread(self._store.positions, start, group.filter)
+        await self.ask(group, m.Seek(tuple(sorted(offsets.items())), from_generation))
 
     async def expire_idle(self) -> None:
         """Groups that nobody has used for longer than they allow."""
-        entries = await self._host.off(self._host.metadata.list, GROUPS)
-        for key, entry in entries.items():
-            if is_record(key) and expired(entry.value, time.time()):
-                group = GroupRecord.from_json(entry.value).group
+        records = await self._on_bulk_thread(self._store.records)
+        for group, data in records.items():
+            if expired(data, time.time()):
                 try:
                     await self.ask(group, m.DeleteGroup(if_idle=True))
                 except HoldfastError as error:
                     logger.info("idle group %s stays: %s", group, error)
+
+
+def _heads_for(store: GroupStore, view: GroupView) -> dict[Stream, StreamHead]:
+    floors: dict[Stream, int] = {}
+    for piece, _, _, mark in view.pieces:
+        floors[piece.stream] = min(floors.get(piece.stream, mark.offset), mark.offset)
+    found = {}
+    for head in store.log.heads(LOG):
+        oldest = None
+        at = floors.get(head.stream, head.next_offset) + 1
+        if at < head.next_offset:
+            oldest = _time_of(store.log, head.stream, at)
+        found[head.stream] = StreamHead(head.next_offset, head.sealed, oldest)
+    for head in store.history.heads(LOG):
+        if head.stream not in found:
+            found[head.stream] = StreamHead(head.next_offset, True, None)
+    return found
+
+
+def _time_of(log: Log, stream: Stream, at: int) -> int | None:
+    chunks = log.read(stream, at, rows_max=1, on_corrupt="skip").chunks
+    times = rows_of(chunks[0]).times if chunks else None
+    return times[0] if isinstance(times, list) else None

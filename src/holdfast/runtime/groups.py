@@ -1,7 +1,12 @@
-"""The host of shared groups on a node: registry, leaders and agents, and what they ask for, performed for real.
+"""The host of shared groups on a node: registry, leaders and members, and what they ask for, performed for real.
 
-Sessions know none of this. A connection tells of acknowledgements (`report`), the dispatcher feeds the loans that
-the agents were granted, and control messages go over the bus.
+    registry, leaders   driven here; what they ask of the stores is done by `group_store`, on threads
+    agents              driven by `memberships`, which knows sessions and delivery
+    batch members       `batch_members`: machines of clients, reached over control topics
+    operators           `group_admin`
+
+Three kinds of work never wait for each other, for each has threads of its own: the node's lease; claims, loads and
+saves; and whatever is bulky (dead letters, describing, reading again).
 """
 
 from __future__ import annotations
@@ -10,130 +15,205 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from holdfast.delivery.delivery import LoanStarted, LoanStopped, Room
 from holdfast.delivery.outlet import Outlet
 from holdfast.errors import HoldfastError
 from holdfast.groups.leading.leader import Leader
 from holdfast.groups.leading.registry import Registry
-from holdfast.groups.member.agent import Agent, farewell
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
-from holdfast.groups.protocol.nouns import GroupId, Loan
-from holdfast.groups.record import GroupRecord, loaded, stored
+from holdfast.groups.protocol.nouns import GroupId
+from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
-from holdfast.keys import claim_key, progress_key, record_key
+from holdfast.log import Log
+from holdfast.log.history import History
 from holdfast.machine import Address, Send
-from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
-from holdfast.model import Batch, Start, Stream
-from holdfast.mqtt.connection import Say
-from holdfast.runtime.batch_members import BatchMembers
+from holdfast.metadata import Metadata
+from holdfast.model import Next, Start, Stream
 from holdfast.runtime.bus import NodeBus
-from holdfast.runtime.delivery import rows_of
+from holdfast.runtime.dead_letters import DeadLetters, DeadLetterStore
 from holdfast.runtime.driver import Driver
+from holdfast.runtime.group_admin import GroupAdmin
+from holdfast.runtime.group_store import GroupStore
 from holdfast.runtime.ingest import LOG
+from holdfast.runtime.memberships import LoanDelivery, Memberships
+from holdfast.runtime.offset_reader import Found, read_offsets
+from holdfast.runtime.supervisor import Supervisor
 from holdfast.sessions.session import Session
-from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import Subscription
-from holdfast.topics import TopicFilter
+from holdfast.settings import GroupSettings
+from holdfast.store import Bus
 
 if TYPE_CHECKING:
     from holdfast.runtime.connection import Connection
-    from holdfast.runtime.node import Node
 
 logger = logging.getLogger("holdfast.groups")
 
-DEAD_LETTERS = "dead-letters"
-PASS_OVER_SECONDS = 0.25
-"""How often loans are told of messages that did not concern them."""
+LOOK_AGAIN_SECONDS = 0.5
+RETREAT_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+"""How long a leader may take to answer an operator, beside what it waits for: it may have to be elected first."""
+REREAD_BYTES = 16 << 20
 
-BURY_AGAIN_SECONDS = 0.5
 
+class GroupThreads:
+    """Which work waits for which: nothing waits for another kind."""
 
-class Membership:
-    """A connected session in its groups: its agent, and the loans it reads."""
+    def __init__(self) -> None:
+        self._lease = ThreadPoolExecutor(1, "holdfast-lease")
+        self._store = ThreadPoolExecutor(2, "holdfast-groups")
+        self._streams = ThreadPoolExecutor(1, "holdfast-streams")
+        self._bulk = ThreadPoolExecutor(2, "holdfast-bulk")
 
-    def __init__(self, host: GroupHost, connection: Connection, session: Session):
-        assert connection.outlet is not None
-        self.connection, self.session, self.outlet = connection, session, connection.outlet
-        # Higher than any before, on whatever node: sessions without expiry count from the start each time.
-        self.agent = Agent(session.client_id, time.time_ns() // 1000, host.node_id, host.member_settings)
-        self.driver = Driver(self.agent, lambda effect: host.agent_effect(self, effect))
-        self.feeds: dict[Loan, LoanFeed] = {}
-        self.parked: dict[Loan, set[int]] = {}
-        """Not to be delivered, of loans that are about to be read."""
-        self.subscriptions: dict[GroupId, Subscription] = {}
-        self.closed = False
+    def lease(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
+        """Opening and renewing the node's lease."""
+        return asyncio.get_running_loop().run_in_executor(self._lease, work, *given)
+
+    def store(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
+        """Claims, loads, saves, and the records of groups."""
+        return asyncio.get_running_loop().run_in_executor(self._store, work, *given)
+
+    def streams(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
+        """Which streams there are. One thread for all: the news must not overtake each other."""
+        return asyncio.get_running_loop().run_in_executor(self._streams, work, *given)
+
+    def bulk(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
+        """Whatever may take long and is in nobody's way."""
+        return asyncio.get_running_loop().run_in_executor(self._bulk, work, *given)
+
+    def close(self) -> None:
+        for pool in (self._lease, self._store, self._streams, self._bulk):
+            pool.shutdown(cancel_futures=True)
 
 
 class GroupHost:
-    def __init__(self, node: Node):
-        self.node, self.node_id = node, node.node_id
-        self.log, self.metadata = node.log, node.metadata
-        chosen = node.settings.groups
-        self.member_settings = MemberSettings(ping_seconds=chosen.ping_secs, unsubscribe_seconds=chosen.revoke_secs)
-        self.leader_settings = LeaderSettings(
-            ping_timeout_seconds=chosen.ping_timeout_secs, revoke_seconds=chosen.revoke_secs
+    """Everything about groups that one node does."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        settings: GroupSettings,
+        log: Log,
+        metadata: Metadata,
+        bus: Bus | None,
+        delivery: LoanDelivery,
+        supervisor: Supervisor,
+        spawn: Callable[[Coroutine[Any, Any, Any]], None],
+        group_deleted: Callable[[Connection, Session, GroupId], None],
+    ):
+        self.node_id = node_id
+        self._settings, self._supervisor, self._spawn = settings, supervisor, spawn
+        self._leader_settings = LeaderSettings(
+            ping_timeout_seconds=settings.ping_timeout_secs, revoke_seconds=settings.revoke_secs
         )
-        self.election_settings = ElectionSettings(
-            lease_seconds=chosen.lease_secs,
-            renew_seconds=chosen.lease_secs * 0.3,
-            margin_seconds=chosen.lease_secs * 0.1,
-            cool_seconds=chosen.ping_timeout_secs + 0.5,
+        self._election_settings = ElectionSettings(
+            lease_seconds=settings.lease_secs,
+            renew_seconds=settings.lease_secs * 0.3,
+            margin_seconds=settings.lease_secs * 0.1,
+            cool_seconds=settings.ping_timeout_secs + 0.5,
         )
-        self.leaders: dict[str, Driver] = {}
-        self.members: dict[str, Membership] = {}
-        """By the agent's address name."""
-        self.batch_members = BatchMembers(self)
-        self._by_connection: dict[Connection, Membership] = {}
-        self._by_outlet: dict[Outlet, Membership] = {}
-        self._leases: dict[int, Lease] = {}
-        self.asks: dict[str, asyncio.Future[m.Answer]] = {}
-        self._thread = ThreadPoolExecutor(2, "holdfast-groups")
-        self._looker = ThreadPoolExecutor(1, "holdfast-streams")
+        self.threads = GroupThreads()
+        history = History(log)
+        self._log, self._history = log, history
+        self.store = GroupStore(log, metadata, history, LOG, node_id)
+        self._dead_letters = DeadLetters(DeadLetterStore(log, metadata, history))
+        self.admin = GroupAdmin(
+            node_id=node_id,
+            store=self.store,
+            on_thread=self.threads.store,
+            on_bulk_thread=self.threads.bulk,
+            send=self.send,
+            # A pause is answered once everything is back: given back in time, or taken back from the silent.
+            ask_seconds=settings.revoke_secs + settings.ping_timeout_secs + ANSWER_SECONDS,
+        )
+        self.members = Memberships(
+            node_id=node_id,
+            enabled=settings.enabled,
+            settings=MemberSettings(ping_seconds=settings.ping_secs, unsubscribe_seconds=settings.revoke_secs),
+            send=self.send,
+            delivery=delivery,
+            dead_letters=self._dead_letters,
+            read_offsets=self._read_offsets,
+            spawn=spawn,
+            group_deleted=group_deleted,
+        )
+        self.members.on_empty = self._check_last_words
+        self._leaders: dict[str, Driver] = {}
+        self._registry: Driver
+        self._others: dict[str, Callable[[str, Any], None]] = {}
+        self._bus = NodeBus(bus, self.deliver)
         self._last_words: asyncio.Event | None = None
-        self._passed: dict[Stream, int] = {}
-        """How far each stream went when loans were last told of what did not concern them."""
         self._outbox: list[tuple[Address, Any]] = []
 
     def start(self) -> None:
-        self.bus = NodeBus(self.node.store.bus(self.node_id), self.deliver)
-        self.bus.start()
-        self.registry = Driver(Registry(self.node_id, self.election_settings), self._registry_effect)
-        self.node.spawn(self._pass_over())
+        self._bus.start(self._supervisor)
+        self._set_up_registry()
+        self._dead_letters.start(self._supervisor)
+        self._supervisor.run("pass over", self.members.pass_over)
 
     async def stop(self) -> None:
         """Members have been closed; leaders hand over what they know, then the lease is given back."""
         self._last_words = asyncio.Event()
-        for driver in list(self.leaders.values()):
-            driver.on(ev.Retreat(1.0))
-        self._forget_finished()
+        for driver in list(self._leaders.values()):
+            driver.give(ev.Retreat(RETREAT_SECONDS))
+        self.members.forget_finished()
+        self._check_last_words()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._last_words.wait(), 2)
-        for driver in [*self.leaders.values(), self.registry, *(member.driver for member in self.members.values())]:
+        members = [member.driver for member in self.members.members.values()]
+        for driver in [*self._leaders.values(), self._registry, *members]:
             driver.stop()
-        self.bus.close()
-        for lease in self._leases.values():
-            try:
-                await self.off(lease.revoke)
-            except HoldfastError as error:
-                logger.info("the lease will end by itself: %s", error)
-        self._thread.shutdown(cancel_futures=True)
-        self._looker.shutdown(cancel_futures=True)
+        self._bus.close()
+        await self.threads.lease(self.store.revoke_leases)
+        self._dead_letters.close()
+        self.threads.close()
 
-    def off(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        """On a thread: the store may take its time."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+    def _check_last_words(self) -> None:
+        if self._last_words is not None and not self.members.members and not self._leaders:
+            self._last_words.set()
+
+    async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord:
+        return await self.admin.declare(group, start)
+
+    # -- for connections ---------------------------------------------------------------------------------
+
+    async def join(self, connection: Connection, session: Session, group: GroupId, subscription: Subscription) -> None:
+        await self.members.join(connection, session, group, subscription)
+
+    def unsubscribe(self, connection: Connection, group: GroupId, filter_text: str) -> None:
+        self.members.unsubscribe(connection, group, filter_text)
+
+    def leave(self, connection: Connection) -> None:
+        self.members.leave(connection)
+
+    def report(self, outlet: Outlet) -> None:
+        self.members.report(outlet)
+
+    def see_clock(self, outlet: Outlet) -> None:
+        self.members.see_clock(outlet)
+
+    async def _read_offsets(self, stream: Stream, offsets: Sequence[int]) -> Mapping[int, Found]:
+        try:
+            found, _ = await self.threads.bulk(read_offsets, self._log, self._history, stream, offsets, REREAD_BYTES)
+        except HoldfastError as error:
+            logger.warning("deliveries under way cannot be sent again: %s", error)
+            return {}
+        return found  # type: ignore[no-any-return]
 
     # -- messages ----------------------------------------------------------------------------------------
 
+    def register(self, kind: str, deliver: Callable[[str, Any], None]) -> None:
+        """Messages to addresses of this kind go there, by name."""
+        self._others[kind] = deliver
+
     def send(self, to: Address, message: Any) -> None:
         if to.node != self.node_id:
-            self.bus.send(to, message)
+            self._bus.send(to, message)
             return
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._hand_over)
@@ -146,393 +226,144 @@ class GroupHost:
             try:
                 self.deliver(to, message)
             except Exception:  # our own fault; the others' messages are none the worse for it
-                logger.exception("%s could not be told %s", to, type(message).__name__)
+                logger.exception("%s could not be given %s", to, type(message).__name__)
 
     def deliver(self, to: Address, message: Any) -> None:
         match to.kind:
             case "leader":
-                (self.leaders.get(to.name) or self.registry).on(message)
+                (self._leaders.get(to.name) or self._registry).give(message)
             case "registry":
-                self.registry.on(message)
+                self._registry.give(message)
             case "agent":
-                member = self.members.get(to.name)
-                if member is not None:
-                    member.driver.on(message)
-                elif (group := self._group_of(message)) is not None:
-                    for send in farewell(message, group, self.node_id):
-                        self.send(send.to, send.message)
-            case "batch":
-                self.batch_members.deliver(to.name, message)
+                self.members.deliver(to.name, message)
             case "asker":
-                waiting = self.asks.get(message.request)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
+                self.admin.answered(message)
+            case kind if kind in self._others:
+                self._others[kind](to.name, message)
             case _:
                 logger.debug("nobody is at %s", to)
 
-    def _group_of(self, message: Any) -> GroupId | None:
-        return getattr(message, "group", None)
+    # -- the registry ------------------------------------------------------------------------------------
 
-    # -- what the registry and the leaders ask for --------------------------------------------------------
+    def _set_up_registry(self) -> None:
+        machine = Registry(self.node_id, self._election_settings)
+        self._registry = Driver("the registry", machine, self._perform_for_registry, self._registry_broken)
 
-    def _registry_effect(self, effect: Any) -> Awaitable[Any] | None:
+    def _registry_broken(self) -> None:
+        """Its leaders end with it, and the lease is left to end by itself: by then all that was lent is over."""
+        for driver in self._leaders.values():
+            driver.stop()
+        self._leaders.clear()
+        self.store.forget_leases()
+        self._set_up_registry()
+
+    def _perform_for_registry(self, effect: Any) -> None:
+        registry, threads, store = self._registry, self.threads, self.store
         match effect:
             case Send(to, message):
                 self.send(to, message)
             case fx.OpenLease(asked_at, seconds):
-                self._answer(self.registry, self._open_lease, asked_at, seconds)
+                registry.give_result(threads.lease(store.open_lease, asked_at, seconds))
             case fx.RenewLease(lease, asked_at):
-                self._answer(self.registry, self._renew_lease, lease, asked_at)
+                registry.give_result(threads.lease(store.renew_lease, lease, asked_at))
             case fx.Claim(group, lease):
-                self._answer(self.registry, self._claim, group, lease)
+                registry.give_result(threads.store(store.claim, group, lease))
             case fx.Resign(group, epoch):
-                self._answer(self.registry, self._resign, group, epoch)
+                registry.give_result(threads.store(store.resign, group, epoch))
             case fx.StartLeader(group, epoch, trusted_until):
                 self._start_leader(group, epoch, trusted_until)
             case fx.StopLeader(group, epoch):
                 self._stop_leader(group, epoch)
             case fx.TrustUntil(until):
-                for driver in list(self.leaders.values()):
-                    driver.on(ev.Trusted(until))
-        return None
+                for driver in list(self._leaders.values()):
+                    driver.give(ev.Trusted(until))
 
-    def _answer(self, driver: Driver, work: Callable[..., Any], *arguments: Any) -> None:
-        """Do it on a thread and give the machine what came of it."""
-
-        def done(future: asyncio.Future[Any]) -> None:
-            if not future.cancelled() and future.exception() is None:
-                if future.result() is not None:
-                    driver.on(future.result())
-            elif not future.cancelled():
-                logger.error("the group host failed", exc_info=future.exception())
-
-        self.off(work, *arguments).add_done_callback(done)
-
-    def _open_lease(self, asked_at: float, seconds: float) -> Any:
-        try:
-            lease = self.metadata.lease(seconds)
-        except HoldfastError as error:
-            logger.warning("no lease: %s", error)
-            return ev.LeaseFailed()
-        self._leases = {lease.id: lease}
-        return ev.LeaseOpened(lease.id, asked_at)
-
-    def _renew_lease(self, number: int, asked_at: float) -> Any:
-        try:
-            self._leases[number].renew()
-        except (LeaseEnded, KeyError):
-            return ev.LeaseLost(number)
-        except HoldfastError as error:
-            logger.warning("the lease was not renewed: %s", error)
-            return ev.LeaseFailed()
-        return ev.LeaseRenewed(number, asked_at)
-
-    def _claim(self, group: GroupId, number: int) -> Any:
-        try:
-            lease = self._leases.get(number)
-            if lease is None:
-                return ev.LeaseLost(number)
-            version = self.metadata.compare_and_set(claim_key(group), None, self.node_id.encode(), lease)
-            if version is not None:
-                return ev.Claimed(group, number, version)
-            entry = self.metadata.get(claim_key(group))
-        except LeaseEnded:
-            return ev.LeaseLost(number)
-        except HoldfastError as error:
-            logger.warning("group %s could not be claimed: %s", group, error)
-            return ev.ClaimFailed(group)
-        return ev.ClaimFailed(group) if entry is None else ev.Taken(group, entry.value.decode(), entry.version)
-
-    def _resign(self, group: GroupId, epoch: int) -> None:
-        try:
-            self.metadata.delete(claim_key(group), epoch)
-        except HoldfastError as error:
-            logger.info("the claim on %s will end with its lease: %s", group, error)
+    # -- leaders -----------------------------------------------------------------------------------------
 
     def _start_leader(self, group: GroupId, epoch: int, trusted_until: float) -> None:
-        machine = Leader(group, epoch, self.node_id, self.leader_settings, trusted_until, time.monotonic())
-
-        def broken() -> None:
-            self.leaders.pop(str(group), None)
-            self.registry.on(ev.LeaderRetired(group, epoch, False))
-
-        driver = Driver(machine, lambda effect: self._leader_effect(driver, effect), broken)
-        self.leaders[str(group)] = driver
+        machine = Leader(group, epoch, self.node_id, self._leader_settings, trusted_until, time.monotonic())
+        driver = Driver(
+            f"the leader of group {group}, epoch {epoch},",
+            machine,
+            lambda effect: self._perform_for_leader(driver, effect),
+            lambda: self._leader_ended(driver, group, epoch, clean=False),
+        )
+        self._leaders[str(group)] = driver
         driver.clock()
         logger.info("leading group %s under epoch %d", group, epoch)
 
     def _stop_leader(self, group: GroupId, epoch: int) -> None:
-        driver = self.leaders.get(str(group))
+        driver = self._leaders.get(str(group))
         if driver is not None and driver.machine.epoch == epoch:  # type: ignore[attr-defined]
             driver.stop()
-            del self.leaders[str(group)]
+            del self._leaders[str(group)]
+            self._check_last_words()
 
-    def _leader_effect(self, driver: Driver, effect: Any) -> Awaitable[Any] | None:
+    def _leader_ended(self, driver: Driver, group: GroupId, epoch: int, clean: bool) -> None:
+        driver.stop()
+        if self._leaders.get(str(group)) is driver:
+            del self._leaders[str(group)]
+            self._registry.give(ev.LeaderRetired(group, epoch, clean))
+            self._check_last_words()
+
+    def _perform_for_leader(self, driver: Driver, effect: Any) -> Awaitable[Any] | None:
         match effect:
             case Send(to, message):
                 self.send(to, message)
             case fx.Save():
-                return self.off(self._save, effect)
+                return self.threads.store(self.store.save, effect)
             case fx.Load(group):
-                self._answer(driver, self._load, group)
+                driver.give_result(self.threads.store(self.store.load, group))
             case fx.WatchStreams():
                 self._look(driver)
+            case fx.Trimmed(group, skipped):
+                self._spawn(self._trimmed(group, skipped))
             case fx.Retire(group, epoch, clean):
-                driver.stop()
-                if self.leaders.get(str(group)) is driver:
-                    del self.leaders[str(group)]
-                    self.registry.on(ev.LeaderRetired(group, epoch, clean))
-                    self._forget_finished()
+                self._leader_ended(driver, group, epoch, clean)
         return None
 
-    def _save(self, save: fx.Save) -> Any:
-        """None: durable. Fenced by the claim's version."""
-        puts, deletes = stored(save, time.time())
-        changes: list[Put | Delete] = [Put(key, value) for key, value in puts.items()]
-        changes += [Delete(key) for key in deletes]
-        step = self.metadata.batch_max or len(changes) or 1
-        try:
-            for at in range(0, len(changes), step):
-                self.metadata.transact(changes[at : at + step], {claim_key(save.group): save.epoch})
-        except VersionMismatch:
-            return ev.Deposed()
-        except HoldfastError as error:
-            logger.warning("progress of %s was not saved: %s", save.group, error)
-            return ev.SaveFailed()
-        return None
+    def find_ends(self, streams: Iterable[Stream]) -> asyncio.Future[dict[Stream, int]]:
+        """Where these streams end, as the store says."""
+        return self.threads.bulk(self.store.ends, tuple(streams))
 
-    def _load(self, group: GroupId) -> Any:
-        try:
-            entry = self.metadata.get(record_key(group))
-            if entry is None:
-                return ev.Loaded(None)
-            record = GroupRecord.from_json(entry.value)
-            found = []
-            for head in self.log.heads(record.log):
-                stored_progress = self.metadata.get(progress_key(group, head.stream))
-                if stored_progress is not None:
-                    found.append(loaded(group, head.stream, stored_progress.value))
-        except HoldfastError as error:
-            logger.warning("group %s could not be loaded: %s", group, error)
-            return ev.LoadFailed()
-        return ev.Loaded(record, tuple(found))
-
-    def _streams_seen(self) -> ev.StreamsSeen:
-        heads = self.log.heads(LOG)
-        return ev.StreamsSeen(tuple(ev.StreamInfo(h.stream, h.next_offset if h.sealed else None) for h in heads))
+    # -- streams -----------------------------------------------------------------------------------------
 
     def streams_changed(self) -> None:
         """A generation was sealed, opened or dropped."""
-        for driver in list(self.leaders.values()):
+        for driver in list(self._leaders.values()):
             self._look(driver)
 
     def _look(self, driver: Driver) -> None:
-        """On one thread for all: the news must not overtake each other."""
-        looking = asyncio.get_running_loop().run_in_executor(self._looker, self._streams_seen)
-        looking.add_done_callback(lambda done: self._looked(driver, done))
-
-    def _looked(self, driver: Driver, done: asyncio.Future[ev.StreamsSeen]) -> None:
-        if done.cancelled():
+        if not driver.alive:
             return
-        if done.exception() is None:
-            driver.on(done.result())
-        else:
-            logger.warning("the streams cannot be seen: %s", done.exception())
-            asyncio.get_running_loop().call_later(0.5, self._look, driver)
+        looking = self.threads.streams(self.store.streams)
+        looking.add_done_callback(lambda done: self._look_again_if_in_vain(driver, done))
+        driver.give_result(looking)
 
-    # -- sessions ----------------------------------------------------------------------------------------
+    def _look_again_if_in_vain(self, driver: Driver, done: asyncio.Future[ev.StreamsSeen | None]) -> None:
+        if not done.cancelled() and done.exception() is None and done.result() is None:
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._look, driver)
 
-    def member(self, connection: Connection, session: Session) -> Membership:
-        found = self._by_connection.get(connection)
-        if found is None:
-            found = Membership(self, connection, session)
-            self._by_connection[connection] = found
-            self.members[found.agent.address.name] = found
-            self._by_outlet[found.outlet] = found
-            found.outlet.agent = found.agent
-        return found
+    async def streams_dropped(self, ends: Mapping[Stream, int]) -> None:
+        """Retention dropped these, which ended there, and no lake has them: what groups without a leader lost of it."""
+        for group, skipped in (await self.threads.bulk(self.store.unread, ends)).items():
+            await self._trimmed(group, tuple(skipped))
 
-    async def join(self, connection: Connection, session: Session, group: GroupId, subscription: Subscription) -> None:
-        """The session is (again) in this group, which exists or existed."""
-        member = self.member(connection, session)
-        member.subscriptions[group] = subscription
-        member.driver.on(ev.JoinGroup(group, subscription.born))
-
-    async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord:
-        return await self.node.group_admin.declare(group, start)
-
-    def unsubscribe(self, connection: Connection, group: GroupId) -> None:
-        if (member := self._by_connection.get(connection)) is not None:
-            member.driver.on(ev.QuitGroup(group))
-
-    def leave(self, connection: Connection) -> None:
-        """The connection is over: whatever it knows goes to the leaders, its loans go back."""
-        member = self._by_connection.pop(connection, None)
-        if member is None:
-            return
-        self.report(member.outlet)
-        for feed in list(member.feeds.values()):
-            feed.stopped = True
-            self.node.delivery.handle(LoanStopped(member.outlet, feed))
-        del self._by_outlet[member.outlet]
-        member.closed = True
-        member.driver.on(ev.Closed())
-        self._forget_finished()
-
-    def _forget_finished(self) -> None:
-        """Members that have gone and whose last words have been heard."""
-        for name, member in list(self.members.items()):
-            if member.closed and member.agent.empty:
-                del self.members[name]
-                member.driver.stop()
-        if self._last_words is not None and not self.members and not self.leaders:
-            self._last_words.set()
-
-    def report(self, outlet: Outlet) -> None:
-        """Tell the agent what its client has acknowledged."""
-        news = list(outlet.loan_news)
-        outlet.loan_news.clear()
-        member = self._by_outlet.get(outlet)
-        if member is not None:
-            for feed in news:
-                self._tell(member, feed)
-
-    def see_clock(self, outlet: Outlet) -> None:
-        """A process that stood still must know the time before it sends what was lent to it."""
-        if (member := self._by_outlet.get(outlet)) is not None:
-            member.driver.clock()
-
-    def _tell(self, member: Membership, feed: LoanFeed) -> None:
-        if feed.sent:
-            sent, feed.sent = tuple(feed.sent), []
-            member.driver.on(ev.Delivered(feed.loan, sent))
-        if news := feed.take_news():
-            member.driver.on(ev.Acked(feed.loan, news))
-        if feed.stopped and not feed.in_flight and feed.loan in member.feeds:
-            del member.feeds[feed.loan]
-            member.driver.on(ev.Drained(feed.loan))
-
-    async def _pass_over(self) -> None:
-        """Now and then: what was committed and did not concern a loan is done with, too."""
-        while True:
-            await asyncio.sleep(PASS_OVER_SECONDS)
-            heads, before = self.node.delivery.heads, self._passed
-            moved = {stream for stream, head in heads.items() if before.get(stream) != head}
-            if not moved:
-                continue  # nothing came: ten thousand idle loans cost nothing
-            self._passed = dict(heads)
-            for member in list(self.members.values()):
-                self.node.delivery.machine.pass_over(member.outlet)
-                for feed in list(member.feeds.values()):
-                    if feed.stream in moved:
-                        self._tell(member, feed)
-
-    def agent_effect(self, member: Membership, effect: Any) -> Awaitable[Any] | None:
-        match effect:
-            case Send(to, message):
-                self.send(to, message)
-            case fx.StartReading(loan):
-                self._start_reading(member, effect)
-            case fx.StopReading(loan):
-                self._stop_reading(member, loan)
-            case fx.Abandon(loan):
-                self._abandon(member, loan)
-            case fx.Redeliver(loan, offsets):
-                self.node.spawn(self._redeliver(member, loan, offsets))
-            case fx.Park(loan, offsets):
-                feed = member.feeds.get(loan)
-                (feed.parked if feed is not None else member.parked.setdefault(loan, set())).update(offsets)
-                self.node.spawn(self._park(member, loan, offsets))
-            case fx.Joined(_, group, born):
-                if (subscription := member.subscriptions.get(group)) is not None:
-                    subscription.born = born
-            case fx.Ended(_, group, deleted):
-                # After a quick unsubscribe and subscribe the next borrower is at work already.
-                if all(borrower.group != group for borrower in member.agent.borrowers.values()):
-                    member.subscriptions.pop(group, None)
-                asyncio.get_running_loop().call_soon(self._forget_finished)
-                if deleted:
-                    self.node.sessions.group_deleted(member.connection, member.session, group)
-        return None
-
-    def _start_reading(self, member: Membership, start: fx.StartReading) -> None:
-        borrower = member.agent.borrowers.get(start.loan.member.number)
-        if borrower is None or member.closed:
-            return
-        subscription = member.subscriptions.get(borrower.group)
-        if subscription is None:
-            return
-        feed = LoanFeed(start, TopicFilter(borrower.group.filter), subscription)
-        feed.parked |= member.parked.pop(start.loan, set())
-        member.feeds[start.loan] = feed
-        self.node.delivery.handle(LoanStarted(member.outlet, feed))
-
-    def _stop_reading(self, member: Membership, loan: Loan) -> None:
-        feed = member.feeds.get(loan)
-        if feed is None:
-            member.driver.on(ev.Drained(loan))
-            return
-        feed.stopped = True
-        self.node.delivery.handle(LoanStopped(member.outlet, feed))
-        self._tell(member, feed)
-
-    def _abandon(self, member: Membership, loan: Loan) -> None:
-        feed = member.feeds.pop(loan, None)
-        if feed is not None:
-            feed.stopped = True
-            self.node.delivery.handle(LoanStopped(member.outlet, feed))
-            member.session.forget_loan(feed)
-            self.node.delivery.handle(Room(member.outlet))
-
-    async def _redeliver(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
-        """Once more to the same client, under the packet ids it has not answered."""
-        feed, connection = member.feeds.get(loan), member.connection
-        if feed is None:
-            return
-        wanted, stream = set(offsets), feed.stream
-        session = member.session
-        again = [(i, d) for i, d in session.window if d.origin is feed and d.offset in wanted]
-        for packet_id, delivery in again:
-            rows = await self.off(self.node.sessions.read_one, stream, delivery.offset)
-            if rows is not None and session.window.get(packet_id) is delivery:
-                packet = session.outgoing.again(packet_id, delivery, rows, 0, connection.version, time.time())
-                if len(packet) <= member.outlet.packet_max:
-                    connection.handle(Say(packet))
-        member.driver.on(ev.Delivered(loan, tuple(delivery.offset for _, delivery in again)))
-
-    async def _park(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
-        """Set aside in the dead letters' log, durably; only then is it acknowledged to the group."""
-        feed = member.feeds.get(loan)
-        borrower = member.agent.borrowers.get(loan.member.number)
-        if feed is None or borrower is None:
-            return
-        while True:
-            try:
-                await self.off(self._bury, feed.stream, offsets, borrower.group)
-                break
-            except HoldfastError as error:
-                logger.warning("dead letters of %s were not stored: %s", borrower.group, error)
-            await asyncio.sleep(BURY_AGAIN_SECONDS)
-            if member.feeds.get(loan) is not feed:
-                return  # the next one to hold the stream will do it
-        for offset in offsets:
-            feed.settle_offset(offset)
-        member.session.window.disown(feed, offsets)
-        self._tell(member, feed)
-
-    def _bury(self, stream: Stream, offsets: tuple[int, ...], group: GroupId) -> None:
-        self.log.create(DEAD_LETTERS, shards=1)
-        for offset in offsets:
-            rows = rows_of(self.log.read(stream, offset, rows_max=1).chunks[0])
-            batch = Batch(
-                list(rows.topics),
-                list(rows.payloads),
-                rows.publishers,
-                rows.flags,
-                rows.properties,
-                list(rows.times),  # type: ignore[arg-type]
-            )
-            self.log.append(DEAD_LETTERS, batch)
-            logger.warning(
-                "group %s: %s offset %d was never acknowledged; see log %s", group, stream, offset, DEAD_LETTERS
-            )
+    async def _trimmed(self, group: GroupId, skipped: Sequence[fx.Skipped]) -> None:
+        """Retention was faster than this group: a record is kept, and the policy decides how it goes on."""
+        lost = []
+        for stream, first, past in skipped:
+            end = self.members.known_end(stream) if past is None else past
+            if end is None or first < end:
+                lost.append(fx.Skipped(stream, first, end))
+        try:
+            gaps = await self.threads.bulk(self.store.note_skipped, group, lost)
+            for gap in gaps:
+                logger.warning("group %s: %s from offset %d on is gone: %s", group, gap.stream, gap.first, gap.reason)
+            if gaps and self._settings.on_trimmed == "error":
+                logger.error("group %s is paused: messages it had not read were dropped", group)
+                await self.admin.ask(group, m.SetPaused(True))
+            elif gaps and self._settings.on_trimmed == "latest":
+                await self.admin.seek(group, Next())
+        except HoldfastError as error:
+            logger.error("group %s lost %s, and that could not be dealt with: %s", group, lost, error)

@@ -18,10 +18,10 @@ from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.batch_members import PREFIX as BATCH_MEMBERS
+from holdfast.runtime.batch_members import BatchMembers
 from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.front import Front, auth_options
-from holdfast.runtime.group_admin import GroupAdmin
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import LOG, Ingest
 from holdfast.runtime.keeper import Keeper
@@ -77,9 +77,31 @@ class Node:
             self.delivery.machine.anyone_for,
             self._commit_failed,
         )
-        self.groups = GroupHost(self)
-        self.group_admin = GroupAdmin(self.groups)
-        self.control.register(BATCH_MEMBERS, self.groups.batch_members)  # type: ignore[arg-type]
+        self.groups = GroupHost(
+            node_id=self.node_id,
+            settings=settings.groups,
+            log=self.log,
+            metadata=self.metadata,
+            bus=self.store.bus(self.node_id),
+            delivery=self.delivery,
+            supervisor=self.supervisor,
+            spawn=self.spawn,
+            group_deleted=lambda *gone: self.sessions.group_deleted(*gone),
+        )
+        self.group_admin = self.groups.admin
+        batch_members = BatchMembers(
+            node_id=self.node_id,
+            enabled=settings.groups.enabled,
+            places_max=settings.limits.subscriptions_max,
+            may_subscribe=self.auth.acl.may_subscribe,
+            send=self.groups.send,
+            declare=self.groups.declare,
+            known_ends=self.delivery.machine.every_head,
+            find_ends=self.groups.find_ends,
+            spawn=self.spawn,
+        )
+        self.groups.register("batch", batch_members.deliver)
+        self.control.register(BATCH_MEMBERS, batch_members)
         self.metrics = Metrics(self)
         self.sessions = Sessions(
             settings.sessions,
@@ -221,12 +243,15 @@ class Node:
         )
         while True:
             await asyncio.sleep(chosen.upkeep_secs)
-            before = set(self.delivery.heads)
+            before = dict(self.delivery.heads)
             try:
                 await loop.run_in_executor(None, maintain, self.log, retention, UPKEEP_RESTS)
                 heads = await loop.run_in_executor(None, self.log.heads, LOG)
                 await self.delivery.look_at_lake()
-                for stream in before - {head.stream for head in heads} - self.delivery.machine.lake.keys():
+                dropped = before.keys() - {head.stream for head in heads} - self.delivery.machine.lake.keys()
+                if dropped:
+                    await self.groups.streams_dropped({stream: before[stream] for stream in dropped})
+                for stream in dropped:
                     await self.keeper.call(self._forget_stream, stream)
                 await self.group_admin.expire_idle()
                 self.failure = None

@@ -72,9 +72,18 @@ async def _serve(settings: Settings) -> None:
         # What is here by now stays. A full collection would look at all of it again: 30 ms in which nobody is served.
         gc.collect()
         gc.freeze()
-        await stop.wait()
+        await _first(stop, node.ended)
         logger.info("stopping")
     logger.info("stopped")
+    if node.ended.is_set():
+        raise HoldfastError(f"the node has ended: {node.supervisor.problem}")
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -51,7 +51,7 @@ class Groups(Protocol):
         self, connection: Connection, session: Session, group: GroupId, subscription: Subscription
     ) -> None: ...
 
-    def unsubscribe(self, connection: Connection, group: GroupId) -> None: ...
+    def unsubscribe(self, connection: Connection, group: GroupId, filter_text: str) -> None: ...
 
 
 class Subscribing:
@@ -265,7 +265,7 @@ class Subscribing:
             if is_shared(filter_text):
                 found = session.subscriptions.shared.pop(filter_text, None)
                 if found is not None:
-                    self._groups.unsubscribe(connection, parse_share(filter_text))
+                    self._groups.unsubscribe(connection, parse_share(filter_text), filter_text)
             else:
                 found = session.unsubscribe(filter_text)
                 if found is not None and connection.outlet is not None:

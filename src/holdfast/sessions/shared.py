@@ -35,6 +35,7 @@ class LoanFeed:
         "stopped",
         "stream",
         "subscription",
+        "too_large",
         "wanted",
     )
 
@@ -52,6 +53,8 @@ class LoanFeed:
         """Never to be delivered: these are on their way to the dead letters, and news only when they are there."""
         self.sent: list[int] = []
         """Offsets sent since the agent was last told, where that is counted."""
+        self.too_large: list[int] = []
+        """Offsets that the client cannot be sent, since somebody last looked."""
         self.news_to: dict[LoanFeed, None] = {}
         """Where this loan is noted when it has news."""
         self._news: list[Range] = []
@@ -113,7 +116,10 @@ class LoanFeed:
         self.settle_offset(offset)
 
     def unsendable(self, offset: int) -> None:
-        self.settle_offset(offset)
+        """Larger than the client takes: it is set aside among the dead letters, and news only when it is there."""
+        self.parked.add(offset)
+        self.too_large.append(offset)
+        self.news_to[self] = None
 
     def settle_offset(self, offset: int) -> None:
         """Acknowledged, or never to be sent."""

@@ -25,6 +25,7 @@ from holdfast.groups.protocol.effects import (
     Save,
     StartLeader,
     StopLeader,
+    Trimmed,
     TrustUntil,
     WatchStreams,
 )
@@ -224,6 +225,8 @@ class LeaderActor(Actor):
                 world.after(0.001 + world.rng.random() * world.faults.save_seconds, self, Loaded(record, progress))
             case WatchStreams():
                 world.after(0.001, self, StreamsSeen(world.log.infos()))
+            case Trimmed():
+                pass  # what is lost is for people to know
             case Retire(clean=clean):
                 self.node.leader_gone(self, clean=clean)
             case _:

@@ -35,7 +35,7 @@ class Bus(Protocol):
         """To nodes by their names, in this order. Blocks until they are on their way; StoreError if they are not."""
 
     def listen(self, arrived: Callable[[list[bytes]], None]) -> None:
-        """Call `arrived` with what comes for this node, in order, on a thread of the bus's own, until closed."""
+        """Call `arrived` with what comes for this node, in order; blocks until the bus is closed."""
 
     def close(self) -> None:
         """Nothing arrives after this."""

@@ -16,13 +16,14 @@ from pydantic import BaseModel, Field
 
 from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal
-from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownStream
+from holdfast.errors import Conflict, HoldfastError, PeerError, RequestError, StoreError, UnknownStream
 from holdfast.groups.protocol import messages as messages_of_groups
-from holdfast.groups.protocol.nouns import GroupId
+from holdfast.groups.protocol.nouns import GroupId, Policy
 from holdfast.groups.shares import check_group_name
 from holdfast.model import At, Start, Stream, now_micros, parse_start
 from holdfast.mqtt.properties import decode_publish
 from holdfast.mqtt.wire import topic_name
+from holdfast.runtime.group_store import GroupOptions
 from holdfast.runtime.ingest import LOG
 from holdfast.runtime.node import Node
 from holdfast.sessions.session import Session
@@ -99,6 +100,8 @@ def make_app(node: Node) -> FastAPI:
                 status = 413
             case UnknownStream():
                 status = 404
+            case Conflict():
+                status = 409
             case RequestError():
                 status = 400
             case StoreError():
@@ -173,21 +176,17 @@ def make_app(node: Node) -> FastAPI:
     @app.post("/api/v1/groups")
     async def create_group(wanted: NewGroup, _: Identity = admin) -> Response:
         group = GroupId(check_group_name(wanted.name), check_filter(wanted.filter))
-        record = await node.group_admin.declare(
-            group,
-            parse_start(wanted.start),
-            wanted.order,
-            wanted.ack_timeout_seconds,
-            wanted.attempts_max,
-            wanted.idle_seconds_max,
-        )
-        return _json(ops.group_row(record), 201)
+        policy = Policy(wanted.ack_timeout_seconds, wanted.attempts_max)
+        options = GroupOptions(wanted.order, policy, wanted.idle_seconds_max)
+        record, new = await node.group_admin.create(group, parse_start(wanted.start), options)
+        return _json(ops.group_row(record), 201 if new else 200)
 
     @app.get("/api/v1/groups/{group:path}")
     async def group_whole(group: str, _: Identity = reader) -> Response:
         view = await node.group_admin.describe(GroupId.parse(group))
         heads = await node.group_admin.heads_for(view)
-        return _json(ops.group_whole(view, heads, now_micros()))
+        skipped = [dataclasses.asdict(gap) for gap in await node.group_admin.skipped(view.group)]
+        return _json({**ops.group_whole(view, heads, now_micros()), "skipped": skipped})
 
     @app.delete("/api/v1/groups/{group:path}")
     async def delete_group(group: str, _: Identity = admin) -> Response:

@@ -113,6 +113,7 @@ class Member:
         qos: int = 1,
         hold: bool = False,
         receive_maximum: int | None = None,
+        packet_maximum: int | None = None,
         start: str | None = None,
         keep_alive: int = 60,
     ):
@@ -140,6 +141,8 @@ class Member:
             properties = b"\x11\x00\x00\x0e\x10" if durable else b""
             if receive_maximum is not None:
                 properties += b"\x21" + struct.pack("!H", receive_maximum)
+            if packet_maximum is not None:
+                properties += b"\x27" + struct.pack("!I", packet_maximum)
             body += bytes([len(properties)]) + properties
         self._thread = threading.Thread(target=self._run, name=client_id, daemon=True)
         self._thread.start()

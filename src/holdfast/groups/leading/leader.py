@@ -23,7 +23,7 @@ from holdfast.errors import BrokenInvariant
 from holdfast.groups.leading.batch_seat import BatchSeat, BatchStatus
 from holdfast.groups.leading.lender import Lender
 from holdfast.groups.leading.seats import Seat, superseded
-from holdfast.groups.protocol.effects import LeaderEffect, Load, Retire, Save, WatchStreams
+from holdfast.groups.protocol.effects import LeaderEffect, Load, Retire, Save, Trimmed, WatchStreams
 from holdfast.groups.protocol.events import Deposed, Loaded, LoadFailed, Retreat, SaveFailed, StreamsSeen, Trusted
 from holdfast.groups.protocol.messages import (
     Answer,
@@ -152,7 +152,8 @@ class Leader:
                 self._load_at = now + self.settings.save_retry_seconds
             case StreamsSeen():
                 if self.record:  # before that, nobody has asked
-                    self.group_streams.see(event.streams)
+                    skipped = self.group_streams.see(event.streams)
+                    return [Trimmed(self.group, skipped)] if skipped else []
             case SaveFailed():
                 self._on_save_failed(now)
             case Retreat():
@@ -167,7 +168,7 @@ class Leader:
         """Facts are taken in; nothing is said, saved or lent until the lease is known to stand."""
         match event:
             case Loaded() | LoadFailed() | StreamsSeen() | SaveFailed() | Deposed() | Retreat():
-                return [e for e in self._on_host(event, now) if isinstance(e, Retire | WatchStreams)]
+                return [e for e in self._on_host(event, now) if isinstance(e, Retire | WatchStreams | Trimmed)]
             case _:
                 return []
 
@@ -245,6 +246,8 @@ class Leader:
         effects = self.lender.place(self.record, now, lend=lend, within_seconds=within)
         if self.group_streams.forget:
             self._save_by(now + self.settings.save_seconds)
+        if self.group_streams.from_generation != self.record.from_generation:
+            self._write(replace(self.record, from_generation=self.group_streams.from_generation), now)
         if self._seek and not self.book.entries:
             effects += self._finish_seek(now)
         if self.book.entries and not self.record.lent:
@@ -530,7 +533,7 @@ class Leader:
         assert self._seek is not None and self.record is not None
         (ask, seek), self._seek = self._seek, None
         forgotten = [stream for stream in self.group_streams.progress if stream not in (self.group_streams.seen or {})]
-        self._write(self.record.turned(dict(seek.offsets)), now)
+        self._write(self.record.turned(dict(seek.offsets), seek.from_generation), now)
         self.group_streams.start_over(self.record)
         self.group_streams.forget.update(dict.fromkeys(forgotten))
         self._place_soon(now)

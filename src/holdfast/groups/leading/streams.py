@@ -5,8 +5,11 @@
 A stream is *open* if its generation's turn has come: with order "strict", once the generation before it is
 consumed, in the same shard if both have the same shards, in all of them if not (a publisher may have moved).
 
+A stream that the store has dropped and the lake still holds stays among those that are seen, and may be lent.
+
 The one surprising rule: the progress of a finished stream is kept until retention drops the stream, or the next
-leader would take it for a new one and deliver it again.
+leader would take it for a new one and deliver it again. Streams in the lake are kept for ever: their progress goes
+once their whole generation is finished, and from then on `from_generation` says that it is.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.cursors import Cursor
 from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.effects import Skipped
 from holdfast.groups.protocol.events import StreamInfo
 from holdfast.groups.protocol.nouns import Mark, Piece
 from holdfast.groups.record import GroupRecord
@@ -33,19 +37,30 @@ class GroupStreams:
         """Streams whose stored progress is to be deleted."""
         self.news = False
         """Something happened that may change what is open."""
+        self.from_generation = 0
+        self._infos: tuple[StreamInfo, ...] = ()
         self._course = ""
         self._starts: Mapping[Stream, int] = {}
 
     def load(self, record: GroupRecord, stored: Iterable[StreamProgress]) -> None:
-        self._course, self._starts = record.course, record.starts
+        self._course, self._starts, self.from_generation = record.course, record.starts, record.from_generation
         for progress in stored:
             if progress.course == record.course:
                 self.progress[progress.stream] = progress
             else:
                 self.forget[progress.stream] = None
 
-    def see(self, infos: Iterable[StreamInfo]) -> None:
-        self.seen = dict(infos)
+    def see(self, infos: Iterable[StreamInfo]) -> tuple[Skipped, ...]:
+        """These are the streams now; what is lost of those that were dropped."""
+        before = self.seen or {}
+        self._infos = tuple(infos)
+        gone = before.keys() - {info.stream for info in self._infos}
+        lost = [Skipped(s, self.progress[s].floor, before[s]) for s in sorted(gone) if not self.finished(s)]
+        self._take_infos()
+        return tuple(lost)
+
+    def _take_infos(self) -> None:
+        self.seen = {info.stream: info.end for info in self._infos if info.stream.generation >= self.from_generation}
         for stream in self.seen:
             if stream not in self.progress:
                 self._start(stream)
@@ -59,12 +74,10 @@ class GroupStreams:
 
     def start_over(self, record: GroupRecord) -> None:
         """After a seek: the record says where."""
-        self._course, self._starts = record.course, record.starts
+        self._course, self._starts, self.from_generation = record.course, record.starts, record.from_generation
         self.progress.clear()
         self.dirty.clear()
-        for stream in self.seen or {}:
-            self._start(stream)
-        self.news = True
+        self._take_infos()
 
     def merge(self, piece: Piece, course: str, mark: Mark) -> None:
         """Take over what somebody did, if it is about this course and a stream that exists."""
@@ -114,6 +127,7 @@ class GroupStreams:
         """Let go of streams that the log no longer has, and of the details of finished ones."""
         if self.seen is None:
             return
+        self._leave_behind(lent)
         for stream in [stream for stream in self.progress if stream not in self.seen and stream not in lent]:
             del self.progress[stream]
             self.dirty.pop(stream, None)
@@ -123,3 +137,12 @@ class GroupStreams:
                 progress.cursors, progress.layers = [Cursor(progress.floor - 1)], ()
                 progress.attempts.clear()
                 self.dirty[stream] = None
+
+    def _leave_behind(self, lent: set[Stream]) -> None:
+        """Generations that only the lake holds, and that are finished, need no progress any more."""
+        kept = [i.stream.generation for i in self._infos if not i.in_lake]
+        kept += [stream.generation for stream in lent]
+        kept += [stream.generation for stream in self.seen or {} if not self.finished(stream)]
+        if kept and min(kept) > self.from_generation and any(s.generation < min(kept) for s in self.seen or {}):
+            self.from_generation = min(kept)
+            self.seen = {s: end for s, end in (self.seen or {}).items() if s.generation >= self.from_generation}

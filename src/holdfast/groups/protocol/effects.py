@@ -9,7 +9,7 @@ performing out of order never is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.groups.protocol.messages import GroupMessage
 from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Layer, Loan, Mark, MemberId, Policy
@@ -99,6 +99,22 @@ class WatchStreams:
     log: str
 
 
+class Skipped(NamedTuple):
+    """What a group will never read of one stream; `past` is None if nobody knows where the stream ended."""
+
+    stream: Stream
+    first: int
+    past: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """Retention dropped streams that the group had not read to their ends: keep a record, and follow the policy."""
+
+    group: GroupId
+    skipped: tuple[Skipped, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Save:
     """Durable before any later effect in the list, and refused (`Deposed`) unless the claim is still at `epoch`."""
@@ -186,6 +202,6 @@ class TrustUntil:
 
 GroupSend = Send[GroupMessage]
 MemberEffect = GroupSend | StartReading | StopReading | Abandon | Redeliver | Park | Joined | Ended
-LeaderEffect = GroupSend | Load | WatchStreams | Save | Retire
+LeaderEffect = GroupSend | Load | WatchStreams | Trimmed | Save | Retire
 RegistryEffect = GroupSend | OpenLease | RenewLease | Claim | Resign | StartLeader | StopLeader | TrustUntil
 Effect = MemberEffect | LeaderEffect | RegistryEffect

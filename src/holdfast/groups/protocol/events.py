@@ -70,6 +70,8 @@ class StreamInfo(NamedTuple):
 
     stream: Stream
     end: int | None = None
+    in_lake: bool = False
+    """The store has dropped it; only the lake still holds it."""
 
 
 @dataclass(frozen=True, slots=True)

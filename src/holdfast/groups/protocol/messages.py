@@ -266,6 +266,8 @@ class Seek(NamedTuple):
     """Start over at these offsets; streams that are not named start at the beginning."""
 
     offsets: tuple[tuple[Stream, int], ...]
+    from_generation: int = 0
+    """Streams of earlier generations are left out."""
 
 
 class SetPaused(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import psycopg
@@ -21,6 +22,7 @@ logger = logging.getLogger("holdfast.bus")
 CHANNEL = "holdfast_bus"
 POLL_SECONDS = 0.5
 STALE_SECONDS = 30
+SWEEP_SECONDS = 30
 
 Arrived = Callable[[list[bytes]], None]
 
@@ -29,7 +31,7 @@ class PostgresBus:
     def __init__(self, database: PostgresDatabase, node: str):
         self._database, self._node = database, node
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._swept_at = 0.0
 
     def send(self, messages: Sequence[tuple[str, bytes]]) -> None:
         nodes, bodies = [node for node, _ in messages], [body for _, body in messages]
@@ -40,10 +42,6 @@ class PostgresBus:
                 db.execute("select pg_notify(%s, %s)", (CHANNEL, node))
 
     def listen(self, arrived: Arrived) -> None:
-        self._thread = threading.Thread(target=self._listen, args=(arrived,), name="holdfast-bus", daemon=True)
-        self._thread.start()
-
-    def _listen(self, arrived: Arrived) -> None:
         while not self._stop.is_set():
             try:
                 with self._database.connect() as db:
@@ -51,6 +49,7 @@ class PostgresBus:
                     while not self._stop.is_set():
                         if bodies := self._fetch(db):
                             arrived(bodies)
+                        self._sweep(db)
                         for note in db.notifies(timeout=POLL_SECONDS * (0.5 + chance.random() / 2), stop_after=1):
                             if note.payload == self._node:
                                 break
@@ -67,7 +66,12 @@ class PostgresBus:
         ).fetchall()
         return [body for (body,) in rows]
 
+    def _sweep(self, db: Connection) -> None:
+        """Now and then: what was said to nodes that never came for it."""
+        now = time.monotonic()
+        if now >= self._swept_at + SWEEP_SECONDS:
+            self._swept_at = now
+            db.execute("delete from bus where sent_at < now() - make_interval(secs => %s)", (2 * STALE_SECONDS,))
+
     def close(self) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(3)
