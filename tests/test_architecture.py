@@ -103,6 +103,13 @@ def test_nothing_that_a_part_may_import_may_import_that_part() -> None:
     assert [part for part, may in below.items() if part in may] == []
 
 
+def test_nobody_but_the_store_package_knows_which_store_it_is() -> None:
+    for part, paths in parts().items():
+        for path in paths if part != "store" else ():
+            inside = {name for name in imports(path) if name.startswith("holdfast.store.") and name.count(".") > 2}
+            assert not inside, f"{path.relative_to(SOURCE)} imports {sorted(inside)}"
+
+
 def test_asyncio_only_in_hosts() -> None:
     for part, paths in parts().items():
         if part not in ASYNC_HOSTS:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyspark
 from driver_processes import DRIVER, process
 
-from holdfast.spark import java
+from holdfast.spark.lifecycle import java
 from servers import _free_ports
 
 

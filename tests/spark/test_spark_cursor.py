@@ -12,8 +12,8 @@ from holdfast.cursors import Cursor
 from holdfast.keys import named_cursor_key, progress_key, session_cursor_key
 from holdfast.metadata import Metadata
 from holdfast.model import Stream
-from holdfast.spark.cursor import SavedCursor
-from holdfast.spark.offsets import Place
+from holdfast.spark.reading.cursor import SavedCursor
+from holdfast.spark.reading.offsets import Place
 from holdfast.store import open_metadata
 
 A, B = Stream("messages", 0, 1), Stream("messages", 1, 1)

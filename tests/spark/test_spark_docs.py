@@ -25,5 +25,5 @@ def test_what_the_document_shows_works(tmp_path: Path) -> None:
 
 def test_every_option_is_documented() -> None:
     named = {name.lower() for name in re.findall(r"`(\w+)", DOCUMENT.read_text())}
-    internal = {"slices", "writebatch", "position"}
+    internal = {"ranges", "writebatch", "position"}
     assert {*READING, *WRITING} - internal <= named

@@ -20,7 +20,8 @@ import pytest
 from driver_processes import DRIVER, kill, process
 
 from holdfast.errors import RequestError
-from holdfast.spark import java, session, stopping
+from holdfast.spark import session
+from holdfast.spark.lifecycle import java, stopping
 from processes import wait_for
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def test_a_java_without_an_archive_of_its_own_classes_is_given_one(
 IN_THE_DAEMON = """
 import os, sys
 import numpy.random
-from holdfast.spark import daemon
+from holdfast.spark.lifecycle import daemon
 
 def socket_is_closed(*_):
     raise BrokenPipeError
@@ -197,7 +198,7 @@ def test_workers_are_forks_of_one_that_has_everything(spark: SparkSession) -> No
     where, whose, *imported = spark.sparkContext.parallelize([0], 1).flatMap(look).collect()
     assert ".zip" not in where, "compiled anew in each process"
     assert whose == "__main__", "not the daemon of ours"
-    assert {"holdfast.spark.source", "holdfast.spark.sink"} <= {*imported}
+    assert {"holdfast.spark.reading.batch", "holdfast.spark.writing.sink"} <= {*imported}
 
 
 JVM_WITH_A_DAEMON = """

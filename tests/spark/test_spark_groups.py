@@ -24,11 +24,11 @@ from holdfast.groups.progress import Done
 from holdfast.groups.protocol.nouns import Layer, Loan, Mark, MemberId, Piece
 from holdfast.log import blocks
 from holdfast.model import now_micros
-from holdfast.spark.group import GroupStreamReader
-from holdfast.spark.lent import Portion, planned, undone
+from holdfast.spark.groups.portions import Portion, planned, undone
+from holdfast.spark.groups.reader import GroupStreamReader
 from holdfast.spark.options import ReadOptions
-from holdfast.spark.schema import SCHEMA
-from holdfast.spark.schema import Piece as Rows
+from holdfast.spark.reading.schema import SCHEMA
+from holdfast.spark.reading.schema import RowPiece as Rows
 from node import Node
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def some_mark(chance: random.Random, past: int) -> Mark:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_block_is_sifted_as_done_says(seed: int) -> None:
+def test_a_block_is_filtered_as_done_says(seed: int) -> None:
     chance = random.Random(seed)
     count, of = 60, chance.choice([1, 2, 4])
     publishers = [f"v{chance.randrange(9)}" for _ in range(count)]

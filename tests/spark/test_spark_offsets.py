@@ -7,7 +7,7 @@ import pytest
 from holdfast.errors import RequestError, UnknownStream
 from holdfast.log.contract import Head
 from holdfast.model import Stream
-from holdfast.spark.offsets import Place, advanced, after_missing, beginning, capped, key_of, tidied
+from holdfast.spark.reading.offsets import Place, advanced, after_missing, beginning, capped, key_of, tidied
 
 
 def head(generation: int, shard: int, end: int, sealed: bool = False) -> Head:

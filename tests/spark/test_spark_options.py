@@ -61,7 +61,7 @@ def test_offsets_by_stream(there: str) -> None:
         ({"maxMessagesPerTrigger": "lots"}, True, "it takes a whole number"),
         ({"trimmed": "maybe"}, True, "it takes error or earliest"),
         ({"log": "no/log"}, False, "is not a log name"),
-        ({"slices": "[[1]]"}, False, "it takes [[generation, shard, first, past], …]"),
+        ({"ranges": "[[1]]"}, False, "it takes [[generation, shard, first, past], …]"),
     ],
 )
 def test_bad_reading(there: str, options: dict[str, str], streaming: bool, message: str) -> None:

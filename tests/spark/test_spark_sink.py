@@ -158,7 +158,7 @@ def test_a_job_with_one_failing_task_is_not_seen(spark: SparkSession, fleet: Fle
 def test_a_log_sealed_between_staging_and_commit(spark: SparkSession, fleet: Fleet) -> None:
     from holdfast.log.staging import StagedBatch, Task
     from holdfast.spark.options import WriteOptions
-    from holdfast.spark.sink import LogWriter
+    from holdfast.spark.writing.sink import LogWriter
 
     fleet.log.create("copy", 3)
     options = WriteOptions.of({"store": fleet.url, "log": "copy"}, streaming=False)
@@ -183,7 +183,7 @@ def test_a_log_sealed_between_staging_and_commit(spark: SparkSession, fleet: Fle
 
 def test_what_was_swept_is_not_half_published(spark: SparkSession, fleet: Fleet) -> None:
     from holdfast.spark.options import WriteOptions
-    from holdfast.spark.sink import LogWriter
+    from holdfast.spark.writing.sink import LogWriter
 
     options = WriteOptions.of({"store": fleet.url, "log": "messages"}, streaming=False)
     writer = LogWriter(options, messages(spark, 1).schema, overwrite=False)
@@ -199,7 +199,7 @@ def test_what_was_swept_is_not_half_published(spark: SparkSession, fleet: Fleet)
 
 def test_abort_after_commit_takes_nothing_back(spark: SparkSession, fleet: Fleet) -> None:
     from holdfast.spark.options import WriteOptions
-    from holdfast.spark.sink import LogWriter
+    from holdfast.spark.writing.sink import LogWriter
 
     options = WriteOptions.of({"store": fleet.url, "log": "messages"}, streaming=False)
     writer = LogWriter(options, messages(spark, 1).schema, overwrite=False)

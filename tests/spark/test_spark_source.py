@@ -10,7 +10,7 @@ import pytest
 
 from holdfast import Batch, Stream
 from holdfast.log import retention
-from holdfast.spark.schema import SCHEMA
+from holdfast.spark.reading.schema import SCHEMA
 from holdfast.store.sqlite.database import SqliteDatabase
 
 if TYPE_CHECKING:

@@ -90,9 +90,9 @@ def test_a_repeated_first_batch_begins_where_it_began(
     """Spark asks for the first offset again when it repeats batch 0, and by then `latest` is elsewhere."""
     small_fleet.publish(100)
     from holdfast.spark.options import ReadOptions
-    from holdfast.spark.schema import SCHEMA
-    from holdfast.spark.slices import Slices
-    from holdfast.spark.stream import LogStreamReader
+    from holdfast.spark.reading.ranges import RangePartition
+    from holdfast.spark.reading.schema import SCHEMA
+    from holdfast.spark.reading.stream import LogStreamReader
 
     reader = LogStreamReader(ReadOptions.of({"store": small_fleet.url}, streaming=True), SCHEMA, 2)
     first = reader.initialOffset()
@@ -101,7 +101,7 @@ def test_a_repeated_first_batch_begins_where_it_began(
     small_fleet.publish(40)
     again = LogStreamReader(ReadOptions.of({"store": small_fleet.url}, streaming=True), SCHEMA, 2)
     parts = again.partitions(again.initialOffset(), json.loads(json.dumps(end)))
-    rows = sum(piece.rows for part in parts if isinstance(part, Slices) for piece in part.slices)
+    rows = sum(piece.rows for part in parts if isinstance(part, RangePartition) for piece in part.ranges)
     assert rows == 40
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from holdfast.spark.jobs.job import Progress
     from holdfast.spark.jobs.lake import LakeOptions, lake, relocate
     from holdfast.spark.jobs.run import Runner, RunOptions, run
-    from holdfast.spark.starting import session
+    from holdfast.spark.lifecycle.launching import session
 
 __all__ = [
     "AggregateOptions",
@@ -34,7 +34,7 @@ _HOMES = {
     "jobs.job": ("Progress",),
     "jobs.lake": ("LakeOptions", "lake", "relocate"),
     "jobs.run": ("Runner", "RunOptions", "run"),
-    "starting": ("session",),
+    "lifecycle.launching": ("session",),
 }
 
 

@@ -15,7 +15,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from holdfast.spark.options import ReadOptions, WriteOptions, one_line
-from holdfast.spark.schema import SCHEMA
+from holdfast.spark.reading.schema import SCHEMA
 
 
 class HoldfastSource(DataSource):
@@ -38,16 +38,16 @@ class HoldfastSource(DataSource):
         return self.parallelism or len(os.sched_getaffinity(0))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from holdfast.spark.source import LogReader, SiftingReader
+        from holdfast.spark.reading.batch import LogReader, PushdownReader
 
         with one_line():
             options = ReadOptions.of(self.options, streaming=False)
-            kind = SiftingReader if options.pushdown else LogReader
+            kind = PushdownReader if options.pushdown else LogReader
             return kind(options, schema, self._parallelism())
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        from holdfast.spark.group import GroupStreamReader
-        from holdfast.spark.stream import LogStreamReader
+        from holdfast.spark.groups.reader import GroupStreamReader
+        from holdfast.spark.reading.stream import LogStreamReader
 
         with one_line():
             options = ReadOptions.of(self.options, streaming=True)
@@ -56,13 +56,13 @@ class HoldfastSource(DataSource):
             return LogStreamReader(options, schema, self._parallelism())
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        from holdfast.spark.sink import LogWriter
+        from holdfast.spark.writing.sink import LogWriter
 
         with one_line():
             return LogWriter(WriteOptions.of(self.options, streaming=False), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
-        from holdfast.spark.sink import LogStreamWriter
+        from holdfast.spark.writing.sink import LogStreamWriter
 
         with one_line():
             return LogStreamWriter(WriteOptions.of(self.options, streaming=True), schema)

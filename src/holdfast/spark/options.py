@@ -24,7 +24,7 @@ READING = {
     "subscription": "keep a cursor of this name; streams only",
     "metadata": "where cursors are kept; the store unless told",
     "trimmed": "error (default) or earliest: what to do when messages to be read are gone",
-    "slices": "exactly these, as JSON [[generation, shard, first, past], …]; in place of start and end",
+    "ranges": "exactly these, as JSON [[generation, shard, first, past], …]; in place of start and end",
     "pushdown": "true: read only what the query's filters let through; for a DataFrame that serves one query only",
     "lake": "where the lake is now, if not where it was written",
     "group": "share the messages of this group, NAME:FILTER, with its other members; streams only",
@@ -129,14 +129,14 @@ def position(text: str, log: str) -> Start:
     return At(offsets)
 
 
-def _slices(text: str | None) -> tuple[tuple[int, int, int, int], ...] | None:
+def _ranges(text: str | None) -> tuple[tuple[int, int, int, int], ...] | None:
     if text is None:
         return None
     try:
         found = [(int(g), int(s), int(first), int(past)) for g, s, first, past in json.loads(text)]
     except (ValueError, TypeError) as error:
         raise RequestError(
-            f"option 'slices' is {text[:80]!r}; it takes [[generation, shard, first, past], …]"
+            f"option 'ranges' is {text[:80]!r}; it takes [[generation, shard, first, past], …]"
         ) from error
     return tuple(found)
 
@@ -199,7 +199,7 @@ class ReadOptions:
     trimmed: str
     lake: str | None
     pushdown: bool
-    slices: tuple[tuple[int, int, int, int], ...] | None
+    ranges: tuple[tuple[int, int, int, int], ...] | None
     group: GroupOptions | None = None
 
     @classmethod
@@ -207,7 +207,7 @@ class ReadOptions:
         given = known(options, READING)
         log = check_log_name(given.get("log", "messages"))
         only_here = (
-            ("end", "pushdown", "slices")
+            ("end", "pushdown", "ranges")
             if streaming
             else ("subscription", "metadata", "maxmessagespertrigger", "trimmed", "group")
         )
@@ -229,7 +229,7 @@ class ReadOptions:
             metadata=given.get("metadata"),
             trimmed=one_of(given, "trimmed", "error", "earliest"),
             lake=given.get("lake"),
-            slices=_slices(given.get("slices")),
+            ranges=_ranges(given.get("ranges")),
             pushdown=one_of(given, "pushdown", "false", "true") == "true",
             group=group,
         )

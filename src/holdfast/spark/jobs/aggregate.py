@@ -24,11 +24,11 @@ from holdfast.log import Log
 from holdfast.log.history import History
 from holdfast.model import Message, check_log_name, parse_start
 from holdfast.spark.jobs.job import Progress, Tell, Wake, quiet, spark_of
-from holdfast.spark.offsets import Place, advanced, after_missing, beginning, key_of, tidied
 from holdfast.spark.options import store_url, topic_filters
-from holdfast.spark.rows import ORDER
-from holdfast.spark.source import every_head, place
+from holdfast.spark.reading.batch import every_head, place
+from holdfast.spark.reading.offsets import Place, advanced, after_missing, beginning, key_of, tidied
 from holdfast.spark.worker import log_at, store_at
+from holdfast.spark.writing.rows import ORDER
 
 KEYS = "publisher, topic:LEVEL (from 0), json:FIELD (a.b.c), or python:MODULE:FUNCTION"
 
@@ -160,12 +160,12 @@ def step(spark: SparkSession, store: str, options: AggregateOptions) -> tuple[in
         here = Place.from_json(json.loads(landed[1]))
     here = tidied(after_missing(here, heads, options.log, options.trimmed), heads)
     there = advanced(here, heads, options.messages_max)
-    slices = [[g, s, here.of((g, s)), past] for (g, s), past in sorted(there.at.items()) if past > here.of((g, s))]
-    taken = sum(past - first for _, _, first, past in slices)
+    ranges = [[g, s, here.of((g, s)), past] for (g, s), past in sorted(there.at.items()) if past > here.of((g, s))]
+    taken = sum(past - first for _, _, first, past in ranges)
     waiting = sum(max(0, h.next_offset - here.of(key_of(h))) for h in heads if h.stream.generation > here.done)
     if not taken and landed is not None and landed[1] is not None:
         return 0, 0
-    rows = with_key(_read(spark, store, options, slices), options.key)
+    rows = with_key(_read(spark, store, options, ranges), options.key)
     number = 0 if landed is None else landed[0] + 1
     (
         _by_partition(rows, options.partitions, spark.sparkContext.defaultParallelism)
@@ -178,8 +178,8 @@ def step(spark: SparkSession, store: str, options: AggregateOptions) -> tuple[in
     return taken, waiting - taken
 
 
-def _read(spark: SparkSession, store: str, options: AggregateOptions, slices: list[list[int]]) -> DataFrame:
-    reader = spark.read.format("holdfast").options(store=store, log=options.log, slices=json.dumps(slices))
+def _read(spark: SparkSession, store: str, options: AggregateOptions, ranges: list[list[int]]) -> DataFrame:
+    reader = spark.read.format("holdfast").options(store=store, log=options.log, ranges=json.dumps(ranges))
     if options.topics is not None:
         reader = reader.option("topics", options.topics)
     rows = reader.load()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pyspark.sql import SparkSession
 
 from holdfast.log import Log
-from holdfast.spark.starting import session
+from holdfast.spark.lifecycle.launching import session
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ from holdfast.log.history import FILE_SCHEMA, History, digest, filesystem
 from holdfast.log.manifest import LakeFile, Manifest, Part, Reached
 from holdfast.model import Stream
 from holdfast.spark.jobs.job import Progress, Tell, Wake, quiet, spark_of
-from holdfast.spark.offsets import Place, advanced
 from holdfast.spark.options import store_url
-from holdfast.spark.schema import RowPiece
-from holdfast.spark.slices import Slice, cut, pieces
-from holdfast.spark.wanted import Wanted
+from holdfast.spark.reading.filters import MessageFilter
+from holdfast.spark.reading.offsets import Place, advanced
+from holdfast.spark.reading.ranges import OffsetRange, cut, pieces
+from holdfast.spark.reading.schema import RowPiece
 from holdfast.spark.worker import log_at, settle, store_at
 
 ROWS_PER_FILE = 500_000
@@ -155,9 +155,9 @@ def export(spark: SparkSession, store: str, name: str, options: LakeOptions) -> 
     if not total:
         return 0, 0
     parallelism = spark.sparkContext.defaultParallelism
-    parts = cut(log, [Slice(*each) for each in reached], max(parallelism, -(-total // ROWS_PER_FILE)))
+    parts = cut(log, [OffsetRange(*each) for each in reached], max(parallelism, -(-total // ROWS_PER_FILE)))
     root = manifest.root(name)
-    work = [(store, str(root), options.compression, part.slices) for part in parts]
+    work = [(store, str(root), options.compression, part.ranges) for part in parts]
     files = [file for made in spark.sparkContext.parallelize(work, len(work)).map(_write).collect() for file in made]
     if sum(file.messages for file in files) != total:
         raise StoreError(f"{total} messages of log {name!r} were to be written, {sum(f.messages for f in files)} were")
@@ -168,15 +168,17 @@ def export(spark: SparkSession, store: str, name: str, options: LakeOptions) -> 
     return total, waiting - total
 
 
-def _write(work: tuple[str, str, str, Sequence[Slice]]) -> list[LakeFile]:
-    """A task: these slices as files, one per generation and day."""
-    store, root, compression, slices = work
+def _write(work: tuple[str, str, str, Sequence[OffsetRange]]) -> list[LakeFile]:
+    """A task: these ranges as files, one per generation and day."""
+    store, root, compression, ranges = work
     settle()
     log = log_at(store)
     made: list[LakeFile] = []
-    for generation in sorted({each.stream.generation for each in slices}):
-        here = [each for each in slices if each.stream.generation == generation]
-        table = _sorted([(each.stream.shard, piece) for each in here for piece in pieces(log, each, Wanted(), None)])
+    for generation in sorted({each.stream.generation for each in ranges}):
+        here = [each for each in ranges if each.stream.generation == generation]
+        table = _sorted(
+            [(each.stream.shard, piece) for each in here for piece in pieces(log, each, MessageFilter(), None)]
+        )
         days = table.column("time").cast(pa.int64()).to_numpy() // _DAY
         for day in np.unique(days):
             rows = table if (days == day).all() else table.filter(pa.array(days == day))
@@ -287,7 +289,7 @@ def _compare(work: tuple[str, Stream, int]) -> tuple[int, int]:
     ours = theirs = 0
     for first in range(0, past, _WINDOW):
         end = min(past, first + _WINDOW)
-        mine = [piece.batch for piece in pieces(log, Slice(stream, first, end), Wanted(), None)]
+        mine = [piece.batch for piece in pieces(log, OffsetRange(stream, first, end), MessageFilter(), None)]
         kept = history.read(stream, first, rows_max=end - first, bytes_max=1 << 60).chunks
         ours = digest(blocks.merge(mine), ours)
         theirs = digest(kept[0].batch, theirs)

@@ -30,12 +30,12 @@ from pyspark.sql.types import StructType
 from holdfast.batch import BatchClient
 from holdfast.errors import NodeUnavailable, OutcomeUnknown, RequestError, StoreUnavailable, UnknownStream
 from holdfast.model import Stream
-from holdfast.spark.lent import Portion, planned, undone
+from holdfast.spark.groups.portions import Portion, planned, undone
 from holdfast.spark.options import GroupOptions, ReadOptions, one_line
-from holdfast.spark.schema import RowMaker, check_read_schema
-from holdfast.spark.slices import Slice, Slices, cut, gathered, pieces
-from holdfast.spark.source import every_head
-from holdfast.spark.wanted import Wanted
+from holdfast.spark.reading.batch import every_head
+from holdfast.spark.reading.filters import MessageFilter
+from holdfast.spark.reading.ranges import OffsetRange, RangePartition, cut, gathered, pieces
+from holdfast.spark.reading.schema import RowMaker, check_read_schema
 from holdfast.spark.worker import log_at, settle
 
 _logger = logging.getLogger(__name__)
@@ -181,19 +181,19 @@ class GroupStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         with one_line():
             portions = self._portions(end)
             asked = self.options.partitions
-            # Portions are slices, and more: cutting them asks for no more than they have in common.
-            slices = cast("list[Slice]", portions)
+            # Portions are ranges, and more: cutting them asks for no more than they have in common.
+            ranges = cast("list[OffsetRange]", portions)
             log = log_at(self.options.store)
-            return list(cut(log, slices, asked or self.parallelism, exactly=asked is not None)) or [Slices([])]
+            return list(cut(log, ranges, asked or self.parallelism, exactly=asked is not None)) or [RangePartition([])]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         with one_line():
             settle()
-            if not isinstance(partition, Slices):
+            if not isinstance(partition, RangePartition):
                 return
-            log, wanted, maker = log_at(self.options.store), Wanted((self.group.filter,)), RowMaker(self.schema)
-            for portion in cast("tuple[Portion, ...]", partition.slices):
-                span = Slice(portion.stream, portion.first, portion.past)
+            log, wanted, maker = log_at(self.options.store), MessageFilter((self.group.filter,)), RowMaker(self.schema)
+            for portion in cast("tuple[Portion, ...]", partition.ranges):
+                span = OffsetRange(portion.stream, portion.first, portion.past)
                 found = (undone(portion, piece) for piece in pieces(log, span, wanted, self.options.lake))
                 try:
                     yield from gathered(portion.stream, (piece for piece in found if len(piece.offsets)), maker)

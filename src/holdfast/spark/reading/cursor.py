@@ -8,7 +8,7 @@ from holdfast.cursors.cursor import Cursor
 from holdfast.cursors.flush import CursorStore
 from holdfast.keys import cursors_of_log, named_cursor_key, stream_of_cursor
 from holdfast.model import Stream
-from holdfast.spark.offsets import Key, Place
+from holdfast.spark.reading.offsets import Key, Place
 from holdfast.store import open_metadata
 
 FLUSH_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""Spark's worker daemon (`python -m holdfast.spark.daemon`), whose workers begin with everything imported.
+"""Spark's worker daemon (`python -m holdfast.spark.lifecycle.daemon`), whose workers begin with everything imported.
 
 Spark's own forks first and lets each worker import Arrow, its own worker's module and the format anew: it fears threads
 that do not survive a fork. The only ones these imports start are allocators' and OpenBLAS's, which look after
@@ -29,7 +29,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
 def prepare(worker_module: str) -> None:
     """Import what the workers need, once for all of them."""
     import_module(worker_module)
-    for name in ("source", "sink", "stream"):
+    for name in ("reading.batch", "reading.stream", "writing.sink"):
         import_module(f"holdfast.spark.{name}")
     os.register_at_fork(after_in_child=_draw_anew)
     gc.freeze()  # what is here now stays: no worker need look at it, and so copy it, again

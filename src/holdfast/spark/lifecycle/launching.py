@@ -1,4 +1,4 @@
-"""A Spark session that is tuned for Holdfast, quiet, and has every format registered."""
+"""Starting a Spark session: one per process, with every format registered, and Holdfast itself for executors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.errors import RequestError
 from holdfast.spark.errors import first_line
-from holdfast.spark.java import INSTALLED_PYSPARK, cache_folder, class_archive, find_java
+from holdfast.spark.lifecycle.java import INSTALLED_PYSPARK, cache_folder, class_archive, find_java
 
 try:
     import pyspark
@@ -23,29 +23,9 @@ except ImportError as error:
     raise RequestError("the pipeline needs PySpark, which is not installed: pip install 'holdfast[spark]'") from error
 
 from holdfast.spark.formats import formats
-from holdfast.spark.stopping import stop_quietly
-from holdfast.spark.warmup import WarmupSource, warm_up
-
-_CHECKPOINTS = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
-
-# What goes wrong in Spark reaches us as an exception; its log would only say it again, at length.
-_LOGGING = """
-rootLogger.level = off
-rootLogger.appenderRef.stderr.ref = stderr
-appender.stderr.type = Console
-appender.stderr.name = stderr
-appender.stderr.target = SYSTEM_ERR
-appender.stderr.layout.type = PatternLayout
-appender.stderr.layout.pattern = %d{HH:mm:ss} spark %p %c{1}: %m%n%ex{short}
-logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
-logger.gateway.level = off
-"""
-
-# Arrow checks every value it hands out for its place and for null; Spark has done both by then.
-_ARROW = ["-Darrow.enable_unsafe_memory_access=true", "-Darrow.enable_null_check_for_get=false"]
-
-# Blocks come and go by the megabyte: memory that is kept need not be asked for, and cleared, each time.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 256 << 20, "MALLOC_TOP_PAD_": 16 << 20}
+from holdfast.spark.lifecycle.stopping import stop_quietly
+from holdfast.spark.lifecycle.tuning import ARROW, MALLOC, quiet_logging, tuned, with_retries, workers_are_ours
+from holdfast.spark.lifecycle.warmup import WarmupSource, warm_up
 
 _starting = threading.Lock()
 
@@ -95,11 +75,11 @@ def _local(master: str) -> str:
 
 
 def _start(master: str | None, given: dict[str, str]) -> SparkSession:
-    master = _with_retries(master or given.get("spark.master") or "local[*]")
-    java_options = [given.pop("spark.driver.extraJavaOptions", ""), "-XX:+UseParallelGC", *_ARROW]
+    master = with_retries(master or given.get("spark.master") or "local[*]")
+    java_options = [given.pop("spark.driver.extraJavaOptions", ""), "-XX:+UseParallelGC", *ARROW]
     with _environment(master) as ours:
         java_options += ours
-        settings = {**_tuned(master), **given, "spark.driver.extraJavaOptions": " ".join(java_options).strip()}
+        settings = {**tuned(master), **given, "spark.driver.extraJavaOptions": " ".join(java_options).strip()}
         builder = SparkSession.builder.master(master).appName(given.get("spark.app.name", "holdfast"))
         for key, value in settings.items():
             builder = builder.config(key, value)
@@ -112,20 +92,11 @@ def _start(master: str | None, given: dict[str, str]) -> SparkSession:
     return spark
 
 
-def _with_retries(master: str) -> str:
-    """A local master gives up at a task's first failure unless it is told how many to allow."""
-    if master == "local":
-        return "local[1,4]"
-    if master.startswith("local[") and "," not in master:
-        return f"{master[:-1]},4]"
-    return master
-
-
 @contextmanager
 def _environment(master: str) -> Iterator[list[str]]:
     """What the JVM is to find in its environment while it starts; gives the options it needs besides."""
     wanted = {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable), "PYTHONHASHSEED": "0"}
-    wanted |= {name: os.environ.get(name, str(value)) for name, value in _MALLOC.items()}
+    wanted |= {name: os.environ.get(name, str(value)) for name, value in MALLOC.items()}
     options: list[str] = []
     if master.startswith("local"):
         wanted["SPARK_LOCAL_IP"] = "127.0.0.1"
@@ -134,12 +105,12 @@ def _environment(master: str) -> Iterator[list[str]]:
         folder = cache_folder() / "conf"
         folder.mkdir(exist_ok=True)
         wanted["SPARK_CONF_DIR"] = str(folder)
-        options.append(_quiet())
+        options.append(quiet_logging())
     if "SPARK_HOME" not in os.environ:  # with somebody's own Spark goes somebody's own Java
         java = find_java()
         wanted["JAVA_HOME"] = str(java.launcher)
         options += class_archive(java, Path(pyspark.__file__).parent)
-        if _workers_are_ours(master):
+        if workers_are_ours(master):
             options.append(INSTALLED_PYSPARK)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -153,54 +124,9 @@ def _environment(master: str) -> Iterator[list[str]]:
                 os.environ[name] = value
 
 
-def _workers_are_ours(master: str) -> bool:
-    """Do Spark's Python workers run on this machine, in this very environment?"""
-    return master.startswith("local") and os.environ.get("PYSPARK_PYTHON", sys.executable) == sys.executable
-
-
-def _quiet() -> str:
-    """The JVM option that has Spark say nothing but what a user must know."""
-    path = cache_folder() / "log4j2.properties"
-    if not path.exists() or path.read_text() != _LOGGING:
-        path.write_text(_LOGGING)
-    return f"-Dlog4j2.configurationFile=file:{path}"
-
-
-def _tuned(master: str) -> dict[str, str]:
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.python.filterPushdown.enabled": "true",
-        "spark.sql.streaming.checkpointFileManagerClass": _CHECKPOINTS,
-        "spark.sql.streaming.stopTimeout": "30000",
-        "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
-        "spark.sql.adaptive.enabled": "true",
-        "spark.executor.extraJavaOptions": " ".join(_ARROW),
-    }
-    settings |= {f"spark.executorEnv.{name}": str(value) for name, value in _MALLOC.items()}
-    if master.startswith("local"):
-        settings |= {
-            "spark.python.unix.domain.socket.enabled": "true",
-            "spark.driver.host": "127.0.0.1",
-            "spark.driver.bindAddress": "127.0.0.1",
-            "spark.driver.memory": "2g",
-            # Rather than 200: a micro-batch would spend seconds on empty partitions.
-            "spark.sql.shuffle.partitions": str(_cores(master)),
-        }
-    if _workers_are_ours(master):
-        settings["spark.python.daemon.module"] = "holdfast.spark.daemon"
-    return settings
-
-
-def _cores(master: str) -> int:
-    inside = master.removeprefix("local").strip("[]").split(",")[0]
-    return len(os.sched_getaffinity(0)) if inside == "*" else int(inside or 1)
-
-
 def _package() -> Path:
     """Holdfast itself as a zip file, for executors that do not have it installed."""
-    source = Path(__file__).resolve().parent.parent.parent
+    source = Path(__file__).resolve().parents[3]
     target = cache_folder() / f"holdfast-{os.getpid()}.zip"
     atexit.register(target.unlink, missing_ok=True)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -14,9 +14,9 @@ from holdfast.log.contract import Head
 from holdfast.log.history import History
 from holdfast.model import At, Since, Start, Stream
 from holdfast.spark.options import ReadOptions, one_line
-from holdfast.spark.schema import RowMaker, check_read_schema
-from holdfast.spark.slices import Slice, Slices, cut, read
-from holdfast.spark.wanted import Wanted
+from holdfast.spark.reading.filters import MessageFilter
+from holdfast.spark.reading.ranges import OffsetRange, RangePartition, cut, read
+from holdfast.spark.reading.schema import RowMaker, check_read_schema
 from holdfast.spark.worker import log_at, settle
 
 
@@ -28,26 +28,26 @@ class LogReader(DataSourceReader):
         self.options = options
         self.schema = schema
         self.parallelism = parallelism
-        self.wanted = Wanted(options.filters)
+        self.wanted = MessageFilter(options.filters)
 
     def partitions(self) -> Sequence[InputPartition]:
         with one_line():
             log = log_at(self.options.store)
-            slices = self._given() if self.options.slices is not None else self._found(log)
+            ranges = self._given() if self.options.ranges is not None else self._found(log)
             asked = self.options.partitions
-            made = cut(log, slices, asked or self.parallelism, exactly=asked is not None)
+            made = cut(log, ranges, asked or self.parallelism, exactly=asked is not None)
             # Spark takes an empty list for "one partition, find out yourself".
-            return list(made) or [Slices([])]
+            return list(made) or [RangePartition([])]
 
-    def _given(self) -> list[Slice]:
-        given = self.options.slices or ()
-        return [Slice(Stream(self.options.log, shard, g), first, past) for g, shard, first, past in given]
+    def _given(self) -> list[OffsetRange]:
+        given = self.options.ranges or ()
+        return [OffsetRange(Stream(self.options.log, shard, g), first, past) for g, shard, first, past in given]
 
-    def _found(self, log: Log) -> list[Slice]:
+    def _found(self, log: Log) -> list[OffsetRange]:
         heads = every_head(log, self.options.log, self.options.lake)
-        return [self._slice(log, head) for head in heads if self.wanted.in_stream(head)]
+        return [self._range(log, head) for head in heads if self.wanted.in_stream(head)]
 
-    def _slice(self, log: Log, head: Head) -> Slice:
+    def _range(self, log: Log, head: Head) -> OffsetRange:
         options, history = self.options, History(log, root=self.options.lake)
         first, past = place(log, history, head, options.start), place(log, history, head, options.end)
         if isinstance(options.end, At) and options.end.every is None and head.stream not in options.end.offsets:
@@ -60,17 +60,17 @@ class LogReader(DataSourceReader):
             first = max(first, offsets.first)
         if offsets.last is not None:
             past = min(past, offsets.last + 1)
-        return Slice(head.stream, first, max(first, past))
+        return OffsetRange(head.stream, first, max(first, past))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         with one_line():
             settle()
-            if isinstance(partition, Slices) and partition.slices:
+            if isinstance(partition, RangePartition) and partition.ranges:
                 log = log_at(self.options.store)
-                yield from read(log, partition.slices, self.wanted, RowMaker(self.schema), self.options.lake)
+                yield from read(log, partition.ranges, self.wanted, RowMaker(self.schema), self.options.lake)
 
 
-class SiftingReader(LogReader):
+class PushdownReader(LogReader):
     """The same, and takes Spark's filters into the reading: for a DataFrame that serves one query only.
 
     Spark (4.1 to 4.3) keeps the partitions planned for the last filters with the DataFrame, and gives them to

@@ -19,8 +19,8 @@ from holdfast.errors import RequestError
 from holdfast.log import Log, blocks
 from holdfast.log.staging import UNNAMED, StagedBatch, Staging, Task, bodies_of
 from holdfast.spark.options import WriteOptions, one_line
-from holdfast.spark.rows import ORDER, as_block, check_write_schema, combined, divide, in_order, shards_of
 from holdfast.spark.worker import log_at, settle, store_at
+from holdfast.spark.writing.rows import ORDER, as_block, check_write_schema, combined, divide, in_order, shards_of
 
 ROWS_STAGED = 65_536
 BYTES_STAGED = 16 << 20

@@ -23,8 +23,8 @@ from holdfast.groups.progress import slice_of
 from holdfast.groups.protocol.nouns import Layer, Mark, Piece
 from holdfast.log import blocks
 from holdfast.model import Stream
-from holdfast.spark import schema
-from holdfast.spark.offsets import Key, shares
+from holdfast.spark.reading import schema
+from holdfast.spark.reading.offsets import Key, shares
 
 Mask = np.typing.NDArray[np.bool_]
 

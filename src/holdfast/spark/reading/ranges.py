@@ -14,8 +14,8 @@ from holdfast.errors import UnknownStream
 from holdfast.log import Log
 from holdfast.log.contract import Chunk
 from holdfast.model import Stream
-from holdfast.spark.schema import RowMaker, RowPiece
-from holdfast.spark.wanted import Sieve, Wanted, sifted
+from holdfast.spark.reading.filters import BlockFilter, MessageFilter, filtered
+from holdfast.spark.reading.schema import RowMaker, RowPiece
 
 ROWS_LEAST = 20_000
 """A partition with fewer rows than this is not worth a task of its own."""
@@ -25,7 +25,7 @@ _ROWS_GATHERED = 2048
 """Small blocks are gathered up to this many rows: a batch costs the JVM something, however small."""
 
 
-class Slice(NamedTuple):
+class OffsetRange(NamedTuple):
     """Offsets [first, past) of one stream."""
 
     stream: Stream
@@ -38,27 +38,27 @@ class Slice(NamedTuple):
 
 
 @dataclass
-class Slices(InputPartition):
-    """One partition: some slices, read one after the other."""
+class RangePartition(InputPartition):
+    """One partition: some ranges, read one after the other."""
 
-    slices: tuple[Slice, ...]
+    ranges: tuple[OffsetRange, ...]
 
-    def __init__(self, slices: Sequence[Slice]):
-        self.slices = tuple(slices)
+    def __init__(self, ranges: Sequence[OffsetRange]):
+        self.ranges = tuple(ranges)
 
 
-def cut(log: Log, slices: Sequence[Slice], parts: int, *, exactly: bool = False) -> list[Slices]:
+def cut(log: Log, ranges: Sequence[OffsetRange], parts: int, *, exactly: bool = False) -> list[RangePartition]:
     """At most so many partitions of about the same size, streams cut between blocks where it helps."""
-    slices = [each for each in slices if each.rows > 0]
-    total = sum(each.rows for each in slices)
+    ranges = [each for each in ranges if each.rows > 0]
+    total = sum(each.rows for each in ranges)
     if not total:
         return []
     if not exactly:
         parts = max(1, min(parts, total // ROWS_LEAST))
     target = -(-total // parts)
-    made: list[list[Slice]] = [[]]
+    made: list[list[OffsetRange]] = [[]]
     room = target
-    for each in slices:
+    for each in ranges:
         left = each
         while left.rows > room and len(made) < parts:
             at = _block_edge(log, left, left.first + room)
@@ -70,11 +70,11 @@ def cut(log: Log, slices: Sequence[Slice], parts: int, *, exactly: bool = False)
         if left.rows:
             made[-1].append(left)
             room -= left.rows
-    return [Slices(part) for part in made if part]
+    return [RangePartition(part) for part in made if part]
 
 
-def _block_edge(log: Log, piece: Slice, near: int) -> int:
-    """The first offset of the block that holds `near`, if that is inside the slice: no block is read twice."""
+def _block_edge(log: Log, piece: OffsetRange, near: int) -> int:
+    """The first offset of the block that holds `near`, if that is inside the range: no block is read twice."""
     head = log.backend.head(piece.stream)
     if head is None:  # in the lake only, where there are no blocks to be kept whole
         return near
@@ -88,10 +88,10 @@ def _block_edge(log: Log, piece: Slice, near: int) -> int:
 
 
 def read(
-    log: Log, slices: Sequence[Slice], wanted: Wanted, maker: RowMaker, lake: str | None
+    log: Log, ranges: Sequence[OffsetRange], wanted: MessageFilter, maker: RowMaker, lake: str | None
 ) -> Iterator[pa.RecordBatch]:
-    """The wanted rows of these slices, in order."""
-    for each in slices:
+    """The wanted rows of these ranges, in order."""
+    for each in ranges:
         yield from gathered(each.stream, pieces(log, each, wanted, lake), maker)
 
 
@@ -109,14 +109,14 @@ def gathered(stream: Stream, found: Iterable[RowPiece], maker: RowMaker) -> Iter
         yield maker.rows(stream, some)
 
 
-def pieces(log: Log, each: Slice, wanted: Wanted, lake: str | None) -> Iterator[RowPiece]:
-    """The wanted rows of one slice, block by block."""
-    sieve = Sieve(wanted)
+def pieces(log: Log, each: OffsetRange, wanted: MessageFilter, lake: str | None) -> Iterator[RowPiece]:
+    """The wanted rows of one range, block by block."""
+    block_filter = BlockFilter(wanted)
     for chunk in chunks(log, each, wanted, lake):
         offsets = _offsets(chunk)
         if offsets[-1] >= each.past:
             offsets = offsets[: int(np.searchsorted(offsets, each.past))]
-        piece = RowPiece(*sifted(sieve, offsets, chunk.batch.slice(0, len(offsets))))
+        piece = RowPiece(*filtered(block_filter, offsets, chunk.batch.slice(0, len(offsets))))
         if len(piece.offsets):
             yield piece
 
@@ -129,8 +129,8 @@ def _offsets(chunk: Chunk) -> np.typing.NDArray[np.int64]:
     return found
 
 
-def chunks(log: Log, piece: Slice, wanted: Wanted, lake: str | None) -> Iterator[Chunk]:
-    """The slice's blocks, from the store, or from the lake if the store has dropped them."""
+def chunks(log: Log, piece: OffsetRange, wanted: MessageFilter, lake: str | None) -> Iterator[Chunk]:
+    """The range's blocks, from the store, or from the lake if the store has dropped them."""
     topics = wanted.index_filter
     at, past = piece.first, piece.past
     asked = wanted.numbers["offset"]

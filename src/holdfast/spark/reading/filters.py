@@ -67,7 +67,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MessageFilter:
     """A message is wanted if any of the filters matches its topic, and everything else holds as well."""
 
     filters: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Wanted:
     logs: frozenset[str] | None = None
     numbers: dict[str, Span] = field(default_factory=lambda: dict.fromkeys(_NUMBERS, Span()))
 
-    def push(self, filters: Sequence[Filter]) -> tuple[Wanted, list[Filter]]:
+    def push(self, filters: Sequence[Filter]) -> tuple[MessageFilter, list[Filter]]:
         """What is wanted if these hold too, and which of them Spark must still see to."""
         wanted, left = self, []
         for each in filters:
@@ -87,7 +87,7 @@ class Wanted:
                 wanted = narrower
         return wanted, left
 
-    def _with(self, each: Filter) -> Wanted | None:
+    def _with(self, each: Filter) -> MessageFilter | None:
         match each:
             case EqualTo(attribute=("topic",), value=str(topic)):
                 return self._among_topics([topic])
@@ -114,11 +114,11 @@ class Wanted:
                 return self._narrowed(name, last=at)
         return None
 
-    def _among_topics(self, topics: Iterable[str]) -> Wanted:
+    def _among_topics(self, topics: Iterable[str]) -> MessageFilter:
         some = frozenset(topics)
         return replace(self, topics=some if self.topics is None else self.topics & some)
 
-    def _narrowed(self, name: str, **how: Any) -> Wanted:
+    def _narrowed(self, name: str, **how: Any) -> MessageFilter:
         return replace(self, numbers={**self.numbers, name: self.numbers[name].narrowed(**how)})
 
     def in_stream(self, head: Head) -> bool:
@@ -148,10 +148,10 @@ class Wanted:
         return bool(self.filters or self.prefixes or self.topics is not None)
 
 
-class Sieve:
-    """`Wanted`, ready to be applied to block after block."""
+class BlockFilter:
+    """`MessageFilter`, ready to be applied to block after block."""
 
-    def __init__(self, wanted: Wanted):
+    def __init__(self, wanted: MessageFilter):
         self._wanted = wanted
         self._filters = [TopicFilter(text) for text in wanted.filters]
         self._times = wanted.numbers["time"]
@@ -180,10 +180,10 @@ class Sieve:
         )
 
 
-def sifted(
-    sieve: Sieve, offsets: np.typing.NDArray[np.int64], batch: pa.RecordBatch
+def filtered(
+    block_filter: BlockFilter, offsets: np.typing.NDArray[np.int64], batch: pa.RecordBatch
 ) -> tuple[np.typing.NDArray[np.int64], pa.RecordBatch]:
-    mask = sieve.rows(offsets, batch)
+    mask = block_filter.rows(offsets, batch)
     if mask is None:
         return offsets, batch
     return offsets[mask], batch.take(pc.indices_nonzero(pa.array(mask)))

@@ -22,13 +22,13 @@ from holdfast.errors import OutcomeUnknown, StoreUnavailable
 from holdfast.log.contract import Head
 from holdfast.log.history import History
 from holdfast.model import Stream
-from holdfast.spark.cursor import SavedCursor
-from holdfast.spark.offsets import Key, Place, advanced, after_missing, beginning, capped, key_of, tidied
 from holdfast.spark.options import ReadOptions, one_line
-from holdfast.spark.schema import RowMaker, check_read_schema
-from holdfast.spark.slices import Slice, Slices, cut, read
-from holdfast.spark.source import every_head, place
-from holdfast.spark.wanted import Wanted
+from holdfast.spark.reading.batch import every_head, place
+from holdfast.spark.reading.cursor import SavedCursor
+from holdfast.spark.reading.filters import MessageFilter
+from holdfast.spark.reading.offsets import Key, Place, advanced, after_missing, beginning, capped, key_of, tidied
+from holdfast.spark.reading.ranges import OffsetRange, RangePartition, cut, read
+from holdfast.spark.reading.schema import RowMaker, check_read_schema
 from holdfast.spark.worker import log_at, settle
 
 _logger = logging.getLogger(__name__)
@@ -142,18 +142,18 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         with one_line():
             first, past = Place.from_json(end.get("began", start)), Place.from_json(end)
-            slices = [
-                Slice(Stream(self.options.log, shard, generation), first.of((generation, shard)), offset)
+            ranges = [
+                OffsetRange(Stream(self.options.log, shard, generation), first.of((generation, shard)), offset)
                 for (generation, shard), offset in sorted(past.at.items())
                 if offset > first.of((generation, shard)) and generation > first.done
             ]
             asked = self.options.partitions
             log = log_at(self.options.store)
-            return list(cut(log, slices, asked or self.parallelism, exactly=asked is not None)) or [Slices([])]
+            return list(cut(log, ranges, asked or self.parallelism, exactly=asked is not None)) or [RangePartition([])]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         with one_line():
             settle()
-            if isinstance(partition, Slices) and partition.slices:
-                log, wanted = log_at(self.options.store), Wanted(self.options.filters)
-                yield from read(log, partition.slices, wanted, RowMaker(self.schema), self.options.lake)
+            if isinstance(partition, RangePartition) and partition.ranges:
+                log, wanted = log_at(self.options.store), MessageFilter(self.options.filters)
+                yield from read(log, partition.ranges, wanted, RowMaker(self.schema), self.options.lake)

@@ -33,7 +33,7 @@ class WarmupSource(DataSource):
         return "topic STRING"
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        import_module("holdfast.spark.source")  # the planner's worker stays, and has it from now on
+        import_module("holdfast.spark.reading.batch")  # the planner's worker stays, and has it from now on
         return _Reader(int(self.options.get("partitions", "1")))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
@@ -48,7 +48,7 @@ class _Reader(DataSourceReader):
         return [InputPartition(number) for number in range(self._partitions)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        import_module("holdfast.spark.source")
+        import_module("holdfast.spark.reading.batch")
         yield pa.record_batch([pa.array(["warm"])], names=["topic"])
 
 
@@ -56,14 +56,14 @@ class _WarmWriter(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         from holdfast.spark.worker import settle
 
-        import_module("holdfast.spark.sink")
+        import_module("holdfast.spark.writing.sink")
         for _ in iterator:
             pass
         settle()
         return WriterCommitMessage()
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        import_module("holdfast.spark.sink")
+        import_module("holdfast.spark.writing.sink")
 
 
 def warm_up(spark: SparkSession) -> threading.Thread:
