@@ -17,10 +17,12 @@ A driver's rules:
 2. Effects in order. `Save` is durable before the next effect; if it fails, drop the rest of the list and give the
    machine `SaveFailed` (or `Deposed`, if the claim is no longer at `save.epoch`) before any other event. A save whose
    outcome is unknown counts as failed. After `Retire` the list is over.
-3. A machine that raises `BrokenInvariant` is dropped; a leader then counts as `LeaderRetired(..., clean=False)`.
+3. A machine that raises, whose effect cannot be performed, or whose answer is an exception, is dropped with its story.
+   A leader then counts as `LeaderRetired(..., clean=False)`; an agent is set up anew, its session joins again under a
+   higher incarnation; with a registry go its leaders, and its lease is left to end by itself.
 
 Where `Send(to, message)` goes, by `to.kind`: `registry` to the node's registry; `leader` to the leader of the group
-`to.name`, or, if this node has none, to its registry; `agent` to the agent whose `address` is `to`; `lease` to the
+`to.name`, or, if this node has none, to its registry; `agent` to the agent whose `address` is `to`; `batch` to the
 batch member; `asker` to whoever sent that `Ask`. Nobody there: drop it (for an agent's, `farewell` spares the leader a
 wait). `wire.encode` and `wire.decode` turn messages into bytes.
 

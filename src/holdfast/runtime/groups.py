@@ -315,7 +315,7 @@ class GroupHost:
             case fx.Load(group):
                 driver.give_result(self.threads.store(self.store.load, group))
             case fx.WatchStreams():
-                self._look(driver)
+                self._look([driver])
             case fx.Trimmed(group, skipped):
                 self._spawn(self._trimmed(group, skipped))
             case fx.Retire(group, epoch, clean):
@@ -330,19 +330,21 @@ class GroupHost:
 
     def streams_changed(self) -> None:
         """A generation was sealed, opened or dropped."""
-        for driver in list(self._leaders.values()):
-            self._look(driver)
+        self._look(list(self._leaders.values()))
 
-    def _look(self, driver: Driver) -> None:
-        if not driver.alive:
+    def _look(self, drivers: Sequence[Driver]) -> None:
+        """One look for all of these."""
+        drivers = [driver for driver in drivers if driver.alive]
+        if not drivers:
             return
         looking = self.threads.streams(self.store.streams)
-        looking.add_done_callback(lambda done: self._look_again_if_in_vain(driver, done))
-        driver.give_result(looking)
+        looking.add_done_callback(lambda done: self._look_again_if_in_vain(drivers, done))
+        for driver in drivers:
+            driver.give_result(looking)
 
-    def _look_again_if_in_vain(self, driver: Driver, done: asyncio.Future[ev.StreamsSeen | None]) -> None:
+    def _look_again_if_in_vain(self, drivers: Sequence[Driver], done: asyncio.Future[ev.StreamsSeen | None]) -> None:
         if not done.cancelled() and done.exception() is None and done.result() is None:
-            asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._look, driver)
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._look, drivers)
 
     async def streams_dropped(self, ends: Mapping[Stream, int]) -> None:
         """Retention dropped these, which ended there, and no lake has them: what groups without a leader lost of it."""
