@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -53,3 +54,11 @@ class Refusal:
 def is_name(text: str) -> bool:
     """Can this name somebody? Anything printable can, so that names stay on their line in files and logs."""
     return bool(text) and text.isprintable() and text == text.strip()
+
+
+def is_loopback(host: object) -> bool:
+    """Does a peer with this address come from this machine? One without an address could come from anywhere."""
+    try:
+        return isinstance(host, str) and ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
