@@ -11,6 +11,7 @@ from argon2 import PasswordHasher
 
 from holdfast.auth import Authenticator, AuthOptions, Credentials, Identity, Refusal
 from holdfast.auth.http_tokens import make_token
+from holdfast.auth.identity import is_loopback
 from holdfast.auth.passwords import set_password
 from holdfast.errors import RequestError
 from holdfast.mqtt.reasons import IN_CONNACK, IN_CONNACK_3, Reason
@@ -247,3 +248,15 @@ def test_whether_anyone_can_prove_anything() -> None:
 
 def test_a_password_is_not_printed() -> None:
     assert "pa55" not in repr(shown("alice", b"pa55")) and "alice" in repr(shown("alice", b"pa55"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1"])
+def test_what_comes_from_this_machine(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host", [None, "", "local", "127.0.0.1.example.org", "127.", "::2", "10.0.0.1", "0.0.0.0", 127]
+)
+def test_what_is_not_known_to_come_from_this_machine(host: object) -> None:
+    assert not is_loopback(host)

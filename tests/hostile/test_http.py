@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import socket
+import struct
 
 import pytest
 
@@ -122,3 +125,24 @@ def test_what_is_no_http_ends_that_connection(target: Target, raw: bytes) -> Non
                 said = b""
             assert said == b"" or said.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), said
         assert ask(target, "GET", "/healthz")[0] == 200
+
+
+def test_a_peer_that_is_gone_before_it_is_let_in_has_no_rights(target: Target, name: str) -> None:
+    """It has no address any more, so it could have come from anywhere: not from this machine."""
+    body = json.dumps({"topic": name, "payload": "x"}).encode()
+    head = f"POST /api/v1/publish HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    request = head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+    with target.unharmed():
+        os.kill(target.node.pid, signal.SIGSTOP)
+        try:
+            for _ in range(5):
+                with socket.create_connection(("127.0.0.1", target.node.http_port), 10) as sock:
+                    sock.sendall(request)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        finally:
+            os.kill(target.node.pid, signal.SIGCONT)
+        # Everything that was let in before this one has been heard by the time this one is stored.
+        mark = json.dumps({"topic": f"{name}/mark", "payload": "x"}).encode()
+        assert ask(target, "POST", "/api/v1/publish", mark)[0] == 200
+        status, said = ask(target, "GET", f"/api/v1/messages?filter={name}/%23")
+        assert status == 200 and [row["topic"] for row in json.loads(said)["messages"]] == [f"{name}/mark"]

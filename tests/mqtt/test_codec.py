@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from holdfast.errors import PeerError, RequestError
 from holdfast.mqtt import codec, reasons, wire
+from holdfast.mqtt.fastpath import Inbox, scan
 from holdfast.mqtt.packets import (
     V5,
     V31,
@@ -335,6 +338,44 @@ def test_a_packet_over_the_limit_is_refused_when_its_length_is_known():
         codec.frame(unhex("30 FFFFFF7F"), 0, 1000)
     assert caught.value.reason_code == Reason.PACKET_TOO_LARGE
     assert codec.frame(wire.to_packet(0x30, bytes(997)), 0, 1000) is not None
+
+
+# --- large payloads
+
+LARGE = 8 << 20
+
+
+def peak(work) -> int:
+    """The most memory that was allocated at one time, in bytes."""
+    tracemalloc.start()
+    try:
+        kept = work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        del kept
+
+
+@pytest.mark.parametrize("version", [V311, V5])
+def test_a_large_payload_is_copied_once(version):
+    payload = bytes(LARGE)
+    whole = codec.encode(Publish("t", payload, 1, packet_id=1), version)
+    first, start, stop = codec.frame(whole)
+    view = memoryview(whole)[start:stop]
+    assert peak(lambda: codec.encode(Publish("t", payload, 1, packet_id=1), version)) < 1.1 * LARGE
+    assert peak(lambda: codec.decode(first, view, version)) < 1.1 * LARGE
+    assert codec.decode(first, view, version) == Publish("t", payload, 1, packet_id=1)
+    inbox = Inbox()
+    assert peak(lambda: scan(whole, 0, version, inbox, lambda raw, alias: raw.decode(), {}, LARGE + 100)) < 1.1 * LARGE
+    assert inbox.payloads == [payload]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_what_is_decoded_holds_on_to_nothing(kind):
+    body = bytearray(unhex("0001't' 0001 03 23 0004 'x'"))
+    packet = codec.decode(0x32, kind(body), V5)
+    assert packet == Publish("t", b"x", 1, packet_id=1, topic_alias=4) and type(packet.payload) is bytes
+    body += b"more"  # would fail while a view of it is held
 
 
 # --- last words

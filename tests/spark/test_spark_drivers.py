@@ -206,8 +206,8 @@ import subprocess, sys
 daemon = '''
 import os, signal
 os.setpgid(0, 0)
-if os.fork():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+daemon = os.fork()
+signal.signal(signal.SIGHUP, signal.SIG_IGN if daemon else signal.SIG_DFL)
 os.write(1, f"{os.getpid()}{chr(10)}".encode())
 signal.pause()
 '''

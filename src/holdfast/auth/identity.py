@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -53,3 +54,14 @@ class Refusal:
 def is_name(text: str) -> bool:
     """Can this name somebody? Anything printable can, so that names stay on their line in files and logs."""
     return bool(text) and text.isprintable() and text == text.strip()
+
+
+def is_loopback(host: object) -> bool:
+    """Does a peer with this address come from this machine? One without an address could come from anywhere."""
+    try:
+        found = ipaddress.ip_address(host) if isinstance(host, str) else None
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    return found is not None and found.is_loopback

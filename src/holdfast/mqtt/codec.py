@@ -89,16 +89,19 @@ def frame(
 
 
 def decode(first_byte: int, body: bytes | bytearray | memoryview, version: int) -> Packet:
-    """What a client sent to a broker. `version` is the connection's; CONNECT brings its own."""
-    return _decode(_FROM_CLIENT, first_byte, bytes(body), version)
+    """What a client sent to a broker. `version` is the connection's; CONNECT brings its own.
+
+    Of a view only what the packet keeps is copied, once: a large payload is best given as one.
+    """
+    return _decode(_FROM_CLIENT, first_byte, body, version)
 
 
 def decode_for_client(first_byte: int, body: bytes | bytearray | memoryview, version: int) -> Packet:
     """What a broker sent to a client."""
-    return _decode(_FROM_BROKER, first_byte, bytes(body), version)
+    return _decode(_FROM_BROKER, first_byte, body, version)
 
 
-def _decode(known: dict[int, _Decoder], first_byte: int, body: bytes, version: int) -> Packet:
+def _decode(known: dict[int, _Decoder], first_byte: int, body: bytes | bytearray | memoryview, version: int) -> Packet:
     kind, flags = first_byte >> 4, first_byte & 0x0F
     decoder = known.get(kind)
     if decoder is None or (kind == p.AUTH and (version < p.V5 or flags)):
@@ -387,17 +390,18 @@ def encode_connack(packet: Connack, version: int) -> bytes:
 
 
 def encode_publish(packet: Publish, version: int) -> bytes:
-    body = to_text(packet.topic, "topic")
+    parts = [to_text(packet.topic, "topic")]
     if packet.qos:
-        body += packet.packet_id.to_bytes(2, "big")
+        parts.append(packet.packet_id.to_bytes(2, "big"))
     if version == p.V5:
         raw = packet.properties
         if packet.topic_alias:
             raw += b"\x23" + packet.topic_alias.to_bytes(2, "big")
         for identifier in packet.subscription_identifiers:
             raw += b"\x0b" + to_varint(identifier)
-        body += to_varint(len(raw)) + raw
-    return to_packet(0x30 | packet.dup << 3 | packet.qos << 1 | packet.retain, body + packet.payload)
+        parts += (to_varint(len(raw)), raw)
+    parts.append(packet.payload)
+    return to_packet(0x30 | packet.dup << 3 | packet.qos << 1 | packet.retain, *parts)
 
 
 def encode_acknowledgement(packet: Acknowledgement, version: int) -> bytes:

@@ -81,8 +81,13 @@ def scan(
                     return at
                 length += (data[body] << 14) - 16_384
                 body += 1
-                if length > 2_097_151:
-                    return at  # rare enough for the long way, which also refuses five bytes
+                if length > 2_097_151:  # four bytes
+                    if body >= end:
+                        return at
+                    length += (data[body] << 21) - 2_097_152
+                    body += 1
+                    if length > 268_435_455:
+                        return at  # five bytes: the codec says what is wrong
         stop = body + length
         if stop - at > size_max:
             return at

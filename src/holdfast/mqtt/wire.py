@@ -87,8 +87,9 @@ class Reader:
 
     __slots__ = ("at", "body", "end", "packet")
 
-    def __init__(self, body: bytes, packet: str):
-        self.body, self.packet = body, packet
+    def __init__(self, body: bytes | bytearray | memoryview, packet: str):
+        self.body: bytes | memoryview = bytes(body) if isinstance(body, bytearray) else body
+        self.packet = packet
         self.at, self.end = 0, len(body)
 
     def take(self, count: int, what: str) -> bytes:
@@ -96,7 +97,7 @@ class Reader:
         self.at = start + count
         if self.at > self.end:
             raise malformed(f"{self.packet} ends inside its {what}: {count} bytes wanted, {self.end - start} there")
-        return self.body[start : self.at]
+        return bytes(self.body[start : self.at])
 
     def byte(self, what: str) -> int:
         return self.take(1, what)[0]
@@ -112,7 +113,7 @@ class Reader:
         return self.take(self.two(what), what)
 
     def rest(self) -> bytes:
-        found = self.body[self.at :]
+        found = bytes(self.body[self.at :])
         self.at = self.end
         return found
 
@@ -127,7 +128,7 @@ class Reader:
             raise malformed(f"{self.packet} has {self.end - self.at} bytes too many: {show(self.rest())}")
 
 
-def varint(body: bytes, at: int, end: int, what: str) -> tuple[int, int]:
+def varint(body: bytes | memoryview, at: int, end: int, what: str) -> tuple[int, int]:
     """A variable byte integer and where it ends. Written with more bytes than needed, it is malformed."""
     value = shift = 0
     for here in range(at, min(at + 4, end)):
@@ -170,5 +171,5 @@ def to_text(value: str, what: str) -> bytes:
         raise RequestError(f"{what} {show(value)} is not valid Unicode: {error.reason}") from None
 
 
-def to_packet(first_byte: int, body: bytes) -> bytes:
-    return bytes((first_byte,)) + to_varint(len(body)) + body
+def to_packet(first_byte: int, *body: bytes) -> bytes:
+    return b"".join((bytes((first_byte,)), to_varint(sum(map(len, body))), *body))

@@ -63,6 +63,12 @@ class Connection(asyncio.Protocol):
         name = self.transport.get_extra_info("peername")
         return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unknown"
 
+    @property
+    def peer_host(self) -> str | None:
+        """None: it was gone before anybody looked."""
+        name = self.transport.get_extra_info("peername")
+        return str(name[0]) if isinstance(name, tuple) and name else None
+
     # -- what the transport calls ------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:

@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from holdfast.auth.authenticator import Authenticator, AuthOptions
-from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal
+from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal, is_loopback
 from holdfast.delivery.outlet import Outlet
 from holdfast.errors import PeerError
 from holdfast.mqtt import codec
@@ -132,7 +132,7 @@ class Front:
             client_id=client_id,
             username=packet.username,
             password=packet.password,
-            peer_is_loopback=is_loopback(connection.transport.get_extra_info("peername")),
+            peer_is_loopback=is_loopback(connection.peer_host),
             certificate_subject=certificate_subject(connection),
         )
         outcome = self.auth.check_at_once(credentials, time.time())
@@ -221,14 +221,6 @@ def auth_options(chosen: AuthSettings) -> AuthOptions:
     """An empty setting is none."""
     given = {name: value if value != "" else None for name, value in dataclasses.asdict(chosen).items()}
     return AuthOptions(**given)  # type: ignore[arg-type]
-
-
-def is_loopback(peer: object) -> bool:
-    """Is that address this machine's own? One that is not known (the peer was gone before we looked) is not."""
-    if not isinstance(peer, tuple) or not peer:
-        return False
-    host = str(peer[0])
-    return host == "::1" or host.startswith(("127.", "::ffff:127."))
 
 
 def certificate_subject(connection: Connection) -> CertificateSubject | None:

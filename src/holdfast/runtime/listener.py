@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import socket
 import ssl
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from websockets.datastructures import Headers
@@ -17,7 +21,7 @@ from websockets.typing import Subprotocol
 
 from holdfast.errors import RequestError
 from holdfast.runtime.connection import Connection
-from holdfast.settings import MqttSettings, address
+from holdfast.settings import MqttSettings, Settings, address
 
 if TYPE_CHECKING:
     from holdfast.runtime.front import Front
@@ -27,8 +31,10 @@ logger = logging.getLogger("holdfast.listener")
 BACKLOG = 4096
 
 
-def tls_context(settings: MqttSettings) -> ssl.SSLContext:
-    """TLS 1.2 and up, with client certificates where an authority for them is named."""
+def tls_context(settings: MqttSettings) -> ssl.SSLContext | None:
+    """TLS 1.2 and up, with client certificates where an authority for them is named; None where nothing uses it."""
+    if not settings.tls and not settings.websocket_tls:
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -44,10 +50,55 @@ def tls_context(settings: MqttSettings) -> ssl.SSLContext:
     return context
 
 
-async def listen(front: Front) -> list[asyncio.Server]:
-    """Open every listener the settings name."""
+Bound = dict[str, list[socket.socket]]
+"""Sockets that have their address and do not listen yet, by the setting that names it."""
+
+
+@contextlib.contextmanager
+def bound(settings: Settings) -> Iterator[Bound]:
+    """Every address that the settings name. On leaving, those that nobody listens on are given back."""
+    mqtt, found = settings.mqtt, Bound()
+    try:
+        for name, where in (
+            ("mqtt.listen", mqtt.listen),
+            ("mqtt.tls", mqtt.tls),
+            ("mqtt.websocket", mqtt.websocket),
+            ("mqtt.websocket_tls", mqtt.websocket_tls),
+            ("http.listen", settings.http.listen),
+        ):
+            if where:
+                with naming(name, where):
+                    _bind(*address(name, where), found.setdefault(name, []))
+        yield found
+    finally:
+        for one in itertools.chain.from_iterable(found.values()):
+            one.close()
+
+
+def _bind(host: str, port: int, sockets: list[socket.socket]) -> None:
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, place in dict.fromkeys(places):
+        one = socket.socket(family, kind, protocol)
+        sockets.append(one)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.setblocking(False)
+        one.bind(place)
+
+
+@contextlib.contextmanager
+def naming(name: str, where: str) -> Iterator[None]:
+    """What goes wrong with an address is said with the setting that it comes from."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"cannot listen on {where} ({name}): {error.strerror or error}") from error
+
+
+async def listen(front: Front, sockets: Bound, context: ssl.SSLContext | None) -> list[asyncio.Server]:
+    """Let clients in at every MQTT address."""
     settings, servers = front.settings.mqtt, []
-    context = tls_context(settings) if settings.tls or settings.websocket_tls else None
     wait = front.settings.limits.connect_secs
     loop = asyncio.get_running_loop()
     for name, where, wrapped, tls in (
@@ -56,9 +107,6 @@ async def listen(front: Front) -> list[asyncio.Server]:
         ("mqtt.websocket", settings.websocket, True, None),
         ("mqtt.websocket_tls", settings.websocket_tls, True, context),
     ):
-        if not where:
-            continue
-        host, port = address(name, where)
 
         def accept(wrapped: bool = wrapped, tls: Any = tls) -> asyncio.Protocol:
             connection = Connection(front, secure=tls is not None)
@@ -67,11 +115,10 @@ async def listen(front: Front) -> list[asyncio.Server]:
         more: dict[str, Any] = {}
         if tls:
             more = {"ssl": tls, "ssl_handshake_timeout": wait, "ssl_shutdown_timeout": LINGER_SECONDS}
-        try:
-            servers.append(await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True, **more))
-        except OSError as error:
-            raise RequestError(f"cannot listen on {where} ({name}): {error.strerror or error}") from error
-        logger.info("listening on %s (%s)", where, name)
+        for one in sockets.get(name, ()):
+            with naming(name, where):
+                servers.append(await loop.create_server(accept, sock=one, backlog=BACKLOG, **more))
+            logger.info("listening on %s (%s)", where, name)
     return servers
 
 

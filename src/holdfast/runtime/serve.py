@@ -8,17 +8,19 @@ import gc
 import json
 import logging
 import signal
+import socket
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
 import uvloop
 
 from holdfast.errors import HoldfastError
-from holdfast.runtime.listener import listen
+from holdfast.runtime.listener import Bound, bound, listen, naming, tls_context
 from holdfast.runtime.node import Node
-from holdfast.settings import Settings, address
+from holdfast.settings import Settings
 
 logger = logging.getLogger("holdfast")
 
@@ -57,9 +59,17 @@ def run(settings: Settings) -> None:
 class Web(uvicorn.Server):
     """Stopping is the node's business, not uvicorn's."""
 
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
 
 async def _serve(settings: Settings) -> None:
@@ -88,32 +98,53 @@ async def _first(*events: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def running(settings: Settings) -> Any:
-    """A node with its listeners and its HTTP API, for as long as the block lasts."""
-    node = Node(settings)
-    await node.start()
-    servers = await listen(node.front)
-    web = serving = None
-    if settings.http.listen:
-        from holdfast.web.api import make_app
+    """A node with its listeners and its HTTP API, for as long as the block lasts.
 
-        host, port = address("http.listen", settings.http.listen)
-        config = uvicorn.Config(make_app(node), host=host, port=port, log_config=None, lifespan="off", access_log=False)
-        web = Web(config)
-        serving = asyncio.create_task(_serve_web(web, settings.http.listen))
+    1. Take every address, so that whoever cannot have one ends before anything is changed.
+    2. Open the store and start the node.
+    3. Let clients in. Only when all of this has happened is the node ready.
+    """
+    context = tls_context(settings.mqtt)
+    with bound(settings) as sockets:
+        node = Node(settings)
+        await node.start()
+        servers: list[asyncio.Server] = []
+        try:
+            servers += await listen(node.front, sockets, context)
+            async with _web(node, sockets):
+                try:
+                    yield node
+                finally:
+                    await _stop(node, servers)
+        finally:
+            await _stop(node, servers)
+
+
+async def _stop(node: Node, servers: list[asyncio.Server]) -> None:
+    for server in servers:
+        server.close()
+    await node.stop()
+
+
+@contextlib.asynccontextmanager
+async def _web(node: Node, sockets: Bound) -> AsyncIterator[None]:
+    """The HTTP API, if the settings name an address for it. It outlives the node, to say that it is stopping."""
+    if "http.listen" not in sockets:
+        yield
+        return
+    from holdfast.web.api import make_app
+
+    web = Web(uvicorn.Config(make_app(node), log_config=None, lifespan="off", access_log=False))
+    serving = asyncio.create_task(web.serve(sockets["http.listen"]), name="http")
+    listening = asyncio.create_task(web.listening.wait())
+    await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
     try:
-        yield node
-    finally:
-        for server in servers:
-            server.close()
-        await node.stop()
-        if web is not None and serving is not None:
-            web.should_exit = True
-            with contextlib.suppress(asyncio.CancelledError):
+        if serving.done():
+            with naming("http.listen", node.settings.http.listen):
                 await serving
-
-
-async def _serve_web(web: uvicorn.Server, where: str) -> None:
-    try:
-        await web.serve()
-    except SystemExit:
-        raise HoldfastError(f"cannot serve HTTP on {where}; is it taken?") from None
+        yield
+    finally:
+        listening.cancel()
+        web.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError, OSError):
+            await serving

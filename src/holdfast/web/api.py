@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from pydantic import BaseModel, Field
 
 from holdfast import ops
-from holdfast.auth.identity import Identity, Refusal
+from holdfast.auth.identity import Identity, Refusal, is_loopback
 from holdfast.errors import Conflict, HoldfastError, PeerError, RequestError, StoreError, UnknownStream
 from holdfast.groups.protocol import messages as messages_of_groups
 from holdfast.groups.protocol.nouns import GroupId, Policy
@@ -110,8 +110,7 @@ def make_app(node: Node) -> FastAPI:
 
     def role(wanted: str) -> Any:
         def check(request: Request) -> Identity:
-            host = request.client.host if request.client else "127.0.0.1"
-            local = host.startswith("127.") or host == "::1"
+            local = request.client is not None and is_loopback(request.client.host)
             found = node.auth.check_http(request.headers.get("authorization"), peer_is_loopback=local)
             if isinstance(found, Refusal):
                 raise NotAllowed(found.message)
