@@ -417,7 +417,7 @@ class Connection:
         self._unread = 0
         """Bytes that were answered since the socket's buffer was full."""
         self._long_way = 0
-        self._packet: tuple[int, bytes] | None = None
+        self._packet: tuple[int, bytes | memoryview] | None = None
         """The packet being looked at, should it be wrong."""
         self._out: list[bytes] = []
         self._effects: list[ConnectionEffect] = []
@@ -606,6 +606,7 @@ class Connection:
             self._at = 0
             self._chunks.clear()
         data, end, packets = self._data, len(self._data), 0
+        view = memoryview(data)  # a large payload is copied once, by the codec
         size_max = self._settings.packet_bytes_max
         while self._at < end and not self.holds:
             if self.state is State.OPEN:
@@ -625,16 +626,17 @@ class Connection:
             if self.state is State.NEW and data[self._at] >> 4 != p.CONNECT:
                 self._packet = (data[self._at], b"")
                 raise PeerError("the first packet is not a CONNECT", Reason.PROTOCOL_ERROR)
-            self._packet = (data[self._at], data[self._at + 2 : self._at + 64])
+            self._packet = (data[self._at], view[self._at + 2 : self._at + 64])
             found = codec.frame(data, self._at, size_max)
             if found is None:
                 self._needed = _needed(data, self._at)
                 break
             first, start, stop = found
-            self._packet = (first, data[start:stop])
+            self._packet = (first, view[start:stop])
             self._at = stop
             packets += 1
-            self._on_packet(first, data[start:stop], now)
+            self._on_packet(first, view[start:stop], now)
+        self._packet = None
         self.waiting = max(0, end - self._at)
         if not self.waiting or self.closed:
             self._data, self._at = b"", 0
@@ -679,7 +681,7 @@ class Connection:
 
     # ------------------------------------------------------------------------------------------ packets
 
-    def _on_packet(self, first: int, body: bytes, now: float) -> None:
+    def _on_packet(self, first: int, body: memoryview, now: float) -> None:
         if self.state is State.NEW:
             packet = codec.decode(first, body, p.V311)
             assert isinstance(packet, p.Connect)
