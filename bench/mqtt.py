@@ -1,6 +1,6 @@
-"""MQTT end to end over loopback: publishes, deliveries, backlog, latency, fan-out, idle connections.
+"""MQTT end to end over loopback: publishes, deliveries, backlog, latency, cost, fan-out, idle connections.
 
-python -m bench.mqtt [--only publish,deliver,drain,ack,latency,fanout,idle] [--store sqlite|postgres|memory]
+python -m bench.mqtt [--only publish,deliver,drain,ack,latency,steady,stalled,fanout,idle] [--store sqlite|postgres|memory]
                      [--port PORT [--http URL]]   a broker that is already running, any broker
 
 Without --port it starts `holdfast serve` on a folder of its own, with fsync before every acknowledgement as always.
@@ -166,6 +166,57 @@ def bench_latency(bench: Bench) -> bool:
     return result("publish to delivery at 10,000/s, p99", at(received.latency_seconds, 0.99) * 1e3, "ms", at_most=20)
 
 
+def bench_steady(bench: Bench) -> bool:
+    """What a node costs at 2,000 publishes/s from 4 publishers to 4 durable subscribers, each of which gets all."""
+    per_second = 2_000
+    what, count = bench.load(), int(per_second * bench.options.seconds)
+    clients = [f"{what.run}-sub{n}" for n in range(4)]
+    for client in clients:
+        load.leave_session(what, client)
+    subscribers = [Role(load.receive, what, count, client, resume=True) for client in clients]
+    publishers = Role(load.publish_paced, what, count, per_second)
+    for role in (*subscribers, publishers):
+        role.await_ready()
+    for role in subscribers:
+        role.go()
+    time.sleep(0.5)  # not for correctness: their coming back is not what is measured
+    before = bench.broker.cpu_seconds()
+    publishers.go()
+    paced: load.Paced = publishers.result()
+    used = bench.broker.cpu_seconds() - before
+    for role in subscribers:
+        role.result()
+    for client in clients:
+        load.end_session(what, client)
+    bench.note("publish to acknowledgement", spread(paced.ack_seconds, "µs", 1e6))
+    bench.note("the generator was late by", spread(paced.late_seconds, "µs", 1e6))
+    ok = result("2,000/s to 4 durable subscribers, of a core", 100 * used / paced.seconds, "%", at_most=50)
+    return result("  acknowledgement meanwhile, p50", at(paced.ack_seconds, 0.5) * 1e3, "ms", at_most=1.2) and ok
+
+
+def bench_stalled(bench: Bench) -> bool:
+    """What subscribers that do not read cost in memory, whatever is published to them."""
+    if bench.broker.process is None:
+        raise Wrong("cannot find the broker's process to measure its memory")
+    readers, pending_bytes_max = 10, 1 << 20
+    grown = {}
+    for stalled in (0, readers):
+        what = bench.load(payload_bytes=1000)
+        socks = [load.connected(what, f"{what.run}-stalled{n}") for n in range(stalled)]
+        for sock in socks:
+            load.subscribe(sock, what.filter, 1)
+        before = bench.broker.resident_bytes()
+        flat_out(what, 50_000)
+        flat_out(what, 50_000)
+        grown[stalled] = bench.broker.resident_bytes() - before
+        for sock in socks:
+            sock.close()
+    bench.note("100 MB published, nobody listening: memory", f"{grown[0] / 1e6:,.1f} MB more")
+    each = (grown[readers] - grown[0]) / readers
+    bench.note(f"the same to {readers} that do not read: memory", f"{grown[readers] / 1e6:,.1f} MB more")
+    return result("one stalled reader", each / 1e6, "MB", at_most=pending_bytes_max / 1e6)
+
+
 def bench_fanout(bench: Bench) -> bool:
     """One publisher's messages to a thousand subscribers each."""
     ok = True
@@ -218,6 +269,8 @@ FIGURES: dict[str, Callable[[Bench], bool]] = {
     "drain": bench_drain,
     "ack": bench_ack,
     "latency": bench_latency,
+    "steady": bench_steady,
+    "stalled": bench_stalled,
     "fanout": bench_fanout,
 }
 

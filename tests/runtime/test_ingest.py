@@ -111,14 +111,15 @@ def run(work: Callable[[Bench], Awaitable[None]], **options: Any) -> Bench:
     async def whole() -> Bench:
         log = GatedLog(options.pop("shards", 1))
         bench = Bench(log, **options)
-        task = asyncio.get_running_loop().create_task(bench.ingest.run())
+        writer = threading.Thread(target=bench.ingest.write)
+        writer.start()
         try:
             await work(bench)
         finally:
             log.gate.set()
             await bench.ingest.drained()
-            task.cancel()
             bench.ingest.close()
+            await asyncio.get_running_loop().run_in_executor(None, writer.join, SECONDS)
             log.log.close()
         return bench
 

@@ -1,17 +1,21 @@
 """Publishes of all connections into one open batch; one commit; then the acknowledgements, one write each.
 
 While one batch is being committed on the writer's thread the next one fills up: the busier the node, the larger
-the batches.
+the batches. Commits of a few messages each are paced: each of them costs a write per publisher and per subscriber, and
+twice as many messages per commit are nearly twice as cheap. Nobody is waited for in vain: once everybody who published
+in the last moments is in the batch again, as when each waits for its acknowledgement, the commit begins at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.log import Appended, Log
@@ -40,6 +44,13 @@ class Publisher(Protocol):
 logger = logging.getLogger("holdfast.ingest")
 
 LOG = "messages"
+
+COMMIT_EVERY_SECONDS = 0.0011
+"""Commits begin no closer to each other than this, unless nobody is left to wait for."""
+
+MOMENT_SECONDS = 0.010
+CROWD_MAX = 64
+"""More publishers than this are not counted: that all of them come within one commit's time is not to be expected."""
 
 
 class _Shard:
@@ -87,10 +98,31 @@ class OpenBatch:
         self.after: list[Callable[[bool], None]] = []
         """Called with whether the commit happened, in order, after the plain acknowledgements."""
         self.retained: list[Retained] = []
+        self.publishers: set[Publisher] = set()
+        self.waited_for = self.urgent = False
+        """The writer knows that there is something; and that it need not wait for more."""
+        self.full: list[Publisher] = []
+        """Connections that are not read from until this batch is on its way."""
 
-    @property
-    def empty(self) -> bool:
-        return not (self.shards or self.after or self.acks)
+
+class Crowd:
+    """How many different connections publish at the moment."""
+
+    def __init__(self) -> None:
+        self.expected = 1
+        """With this many in a batch, nobody else is waited for."""
+        self._now: set[Publisher] = set()
+        self._before: set[Publisher] = set()
+        self._since = 0.0
+
+    def took(self, publishers: set[Publisher], now: float) -> None:
+        """These were in the batch that is written now."""
+        if now - self._since > MOMENT_SECONDS:
+            self._before = self._now if now - self._since < 2 * MOMENT_SECONDS else set()
+            self._now, self._since = set(), now
+        if len(self._now) < CROWD_MAX:
+            self._now |= publishers
+        self.expected = max(1, len(self._now | self._before) if len(self._before) < CROWD_MAX else CROWD_MAX)
 
 
 class Ingest:
@@ -111,9 +143,13 @@ class Ingest:
         self._failed = failed
         self.generation = log.generations(LOG)[-1]
         self._open = OpenBatch(self.generation.number)
-        self._wake = asyncio.Event()
-        self._waiting: list[Publisher] = []
-        self._thread = ThreadPoolExecutor(1, "holdfast-writer")
+        """Changed under the lock: the loop's thread fills it, the writer's takes it."""
+        self._lock = threading.Lock()
+        self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """To the writer: something waits (True: and nobody else is expected)."""
+        self._crowd = Crowd()
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
         self.by_publisher = log.logs()[LOG] == "publisher"
         self._writer = 0
         self.messages = 0
@@ -123,13 +159,16 @@ class Ingest:
 
     def publish(self, connection: Publisher, publisher: str, shard: int, inbox: Inbox) -> bool:
         """Take a connection's publishes. False: enough waits already, do not read from it until told."""
-        batch = self._open
-        batch.acks.append((connection, inbox))
-        self._add(publisher, shard, inbox.topics, inbox.payloads, inbox.flags, inbox.properties)
-        if batch.bytes < self._bytes_max:
-            return True
-        self._waiting.append(connection)
-        return False
+        with self._lock:
+            batch = self._open
+            batch.acks.append((connection, inbox))
+            batch.publishers.add(connection)
+            self._add(batch, publisher, shard, inbox.topics, inbox.payloads, inbox.flags, inbox.properties)
+            room = batch.bytes < self._bytes_max
+            if not room:
+                batch.full.append(connection)
+            self._signal(batch, urgent=not room or len(batch.publishers) >= self._crowd.expected)
+        return room
 
     def publish_one(
         self,
@@ -142,20 +181,25 @@ class Ingest:
     ) -> None:
         """Take one message from elsewhere (QoS 2, a will, HTTP); `done` says whether it became durable."""
         shard = self.shard_of(publisher)
-        self._add(publisher, shard, [topic], [payload], [flags], [properties] if properties else None)
-        if done is not None:
-            self._open.after.append(done)
+        with self._lock:
+            batch = self._open
+            self._add(batch, publisher, shard, [topic], [payload], [flags], [properties] if properties else None)
+            if done is not None:
+                batch.after.append(done)
+            self._signal(batch, urgent=True)
 
     def in_turn(self, done: Callable[[bool], None]) -> None:
         """Call back after everything that is in the open batch now is durable."""
-        self._open.after.append(done)
-        self._kick()
+        with self._lock:
+            self._open.after.append(done)
+            self._signal(self._open, urgent=True)
 
     def shard_of(self, publisher: str) -> int:
         return self._log.shard_of(LOG, publisher, "")[1] if self.by_publisher else 0
 
     def _add(
         self,
+        batch: OpenBatch,
         publisher: str,
         shard: int,
         topics: list[str],
@@ -163,7 +207,6 @@ class Ingest:
         flags: list[int],
         properties: Sequence[bytes | None] | None,
     ) -> None:
-        batch = self._open
         into = batch.shards.get(shard)
         if into is None:
             into = batch.shards[shard] = _Shard()
@@ -174,49 +217,71 @@ class Ingest:
                 if flag & RETAIN:
                     extra = properties[at] if properties is not None else None
                     batch.retained.append(Retained(topics[at], payloads[at], publisher, flag, extra, 0))
-        self._kick()
 
-    def _kick(self) -> None:
-        self._wake.set()
+    def _signal(self, batch: OpenBatch, *, urgent: bool) -> None:
+        if not batch.waited_for or (urgent and not batch.urgent):
+            batch.waited_for, batch.urgent = True, urgent
+            self._signals.put(urgent)
 
     # -- committing --------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """For ever."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            batch, self._open = self._open, OpenBatch(self.generation.number)
-            waiting, self._waiting = self._waiting, []
-            for connection in waiting:
-                connection.read_on()
-            if batch.empty:
-                continue
-            parts = {
-                shard: Batch(c.topics, c.payloads, c.publishers, c.flags, c.properties)
-                for shard, c in batch.shards.items()
-            }
-            now = now_micros()
-            try:
-                appended = None
-                if parts:
-                    for part in parts.values():
-                        part.times = now
-                    # The same time as in the log, by which a message is recognised when it has expired.
-                    retained = [last._replace(time=now) for last in batch.retained]
-                    appended = await loop.run_in_executor(self._thread, self._commit, batch.generation, parts, retained)
-            except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
-                logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
-                self._tell_failed(batch, error)
-                continue
-            self.commits += 1
-            try:
-                if appended is not None:
-                    self._committed(appended, parts, now)
-            except Exception:  # it is stored: whoever published it hears so, and delivery reads it from the log
-                logger.exception("what was stored could not be delivered at once")
-            self._acknowledge(batch)
+    def write(self) -> None:
+        """On a thread of its own, until `close`."""
+        self._writer = threading.get_ident()
+        begun = 0.0
+        while not self._closed:
+            urgent = self._signals.get()
+            while not urgent and (pause := begun + COMMIT_EVERY_SECONDS - time.monotonic()) > 0:
+                try:
+                    urgent = self._signals.get(timeout=pause)
+                except queue.Empty:
+                    break
+            begun = time.monotonic()
+            with self._lock:
+                batch, self._open = self._open, OpenBatch(self.generation.number)
+                while not self._signals.empty():  # said of this batch, which is taken
+                    self._signals.get_nowait()
+            self._crowd.took(batch.publishers, begun)
+            self._write(batch)
+
+    def _write(self, batch: OpenBatch) -> None:
+        if batch.full:
+            self._on_loop(self._read_on, batch.full)
+        parts = {
+            shard: Batch(c.topics, c.payloads, c.publishers, c.flags, c.properties) for shard, c in batch.shards.items()
+        }
+        now = now_micros()
+        try:
+            appended = None
+            if parts:
+                for part in parts.values():
+                    part.times = now
+                # The same time as in the log, by which a message is recognised when it has expired.
+                retained = [last._replace(time=now) for last in batch.retained]
+                appended = self._commit(batch.generation, parts, retained)
+        except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
+            logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
+            self._on_loop(self._tell_failed, batch, error)
+        else:
+            self._on_loop(self._stored, batch, appended, parts, now)
+
+    def _on_loop(self, call: Callable[..., None], *given: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(call, *given)
+
+    def _read_on(self, publishers: list[Publisher]) -> None:
+        for publisher in publishers:
+            publisher.read_on()
+
+    def _stored(self, batch: OpenBatch, appended: Appended | None, parts: dict[int, Batch], now: int) -> None:
+        """On the loop's thread: first to the subscribers, then to the publishers."""
+        self.commits += appended is not None
+        try:
+            if appended is not None:
+                self._committed(appended, parts, now)
+        except Exception:  # it is stored: whoever published it hears so, and delivery reads it from the log
+            logger.exception("what was stored could not be delivered at once")
+        self._acknowledge(batch)
 
     def is_writing_here(self) -> bool:
         """Is this the writer's own thread, in the middle of a commit?"""
@@ -224,7 +289,6 @@ class Ingest:
 
     def _commit(self, generation: int, parts: dict[int, Batch], retained: list[Retained]) -> Appended:
         """On the writer's thread."""
-        self._writer = threading.get_ident()
         if self.by_publisher:
             appended = self._log.append_sharded(LOG, generation, parts, retained)
             if appended is not None:
@@ -276,4 +340,6 @@ class Ingest:
         await done
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """Nothing is written any more."""
+        self._closed = True
+        self._signals.put(True)

@@ -148,7 +148,7 @@ class Node:
             lambda log: None if self.ingest.is_writing_here() else _from_thread(loop, self._hinted, log)
         )
         self.supervisor.run("follow", self.delivery.follow)
-        self.supervisor.run("ingest", self.ingest.run)
+        self.supervisor.run_thread("writer", self.ingest.write)
         await self.sessions.load()
         await self.keeper.call(self.wills.load, self.metadata)
         self.wills.send_due()
