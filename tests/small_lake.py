@@ -9,13 +9,14 @@ import pyarrow.parquet as pq
 
 from holdfast.log import Log
 from holdfast.log.history import FILE_SCHEMA
-from holdfast.log.manifest import LakeFile, Manifest, Part, Reached
+from holdfast.log.manifest import LakeFile, Part, Reached
 from holdfast.model import RETAIN
 
 
 def move_to_lake(log: Log, name: str, generation: int, root: Path) -> None:
     """As the Spark job does: files, manifest, then the store lets go of the generation."""
-    manifest = Manifest(log)
+    manifest = log.manifest
+    assert manifest is not None
     if manifest.root(name) is None:
         manifest.set_root(name, str(root))
     rows, parts, reached = [], [], []

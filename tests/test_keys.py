@@ -21,6 +21,8 @@ KINDS: list[Callable[[str, str], str]] = [
     lambda a, b: keys.progress_key((a, b), S),
     lambda a, b: keys.record_key((a, b)),
     lambda a, b: keys.claim_key((a, b)),
+    lambda a, b: keys.skipped_key((a, b)),
+    lambda a, b: keys.dead_letters_key((a, b), S),
     keys.will_key,
 ]
 """Keys of two names. Those of one name are tried as well, beside them."""

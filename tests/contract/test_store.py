@@ -48,7 +48,7 @@ def test_closing_any_part_closes_the_store_and_ends_its_threads(url: str) -> Non
         watch = store.metadata().watch("/")
         bus = store.bus("here")
         if bus is not None:
-            bus.listen(lambda _: None)
+            threading.Thread(target=bus.listen, args=(lambda _: None,)).start()
             bus.close()
         close(store)
         store.close()
@@ -76,12 +76,15 @@ def test_the_bus_carries_messages_in_order_to_the_node_they_are_for(store: Store
     here, there = store.bus("here"), store.bus("there")
     assert here is not None and there is not None
     heard: list[bytes] = []
-    here.listen(heard.extend)
+    listening = threading.Thread(target=here.listen, args=(heard.extend,))
+    listening.start()
     there.send([("here", b"1"), ("elsewhere", b"x"), ("here", b"2")])
     there.send([("here", b"3")])
     wait_for(lambda: len(heard) == 3, 10, "three messages")
     assert heard == [b"1", b"2", b"3"]
     here.close()
+    listening.join(5)
+    assert not listening.is_alive()
 
 
 def test_a_url_can_be_asked_without_opening_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,12 +288,21 @@ class GroupStore:
             if self.metadata.compare_and_set(skipped_key(group), version, value.encode()) is not None:
                 return fresh
 
-    def unread(self, ends: Mapping[Stream, int]) -> dict[GroupId, list[fx.Skipped]]:
-        """What the groups that nobody leads just now had not read of these streams; a leader sees for itself."""
+    def led(self) -> set[GroupId]:
+        """The groups that have a leader, on whatever node."""
+        keys = self.metadata.list(GROUPS)
+        return {group for group in self.records() if claim_key(group) in keys}
+
+    def unread(self, ends: Mapping[Stream, int], led_before: set[GroupId]) -> dict[GroupId, list[fx.Skipped]]:
+        """What groups had not read of these dropped streams; one that was led all the while sees for itself.
+
+        A leader that began only after the streams were dropped knows nothing of them.
+        """
         found: dict[GroupId, list[fx.Skipped]] = {}
+        led = led_before & self.led()
         for group, data in self.records().items():
             record = GroupRecord.from_json(data)
-            if self.metadata.get(claim_key(group)) is not None:
+            if group in led:
                 continue
             for stream, end in ends.items():
                 if stream.log != record.log or stream.generation < record.from_generation:

@@ -346,9 +346,13 @@ class GroupHost:
         if not done.cancelled() and done.exception() is None and done.result() is None:
             asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._look, drivers)
 
-    async def streams_dropped(self, ends: Mapping[Stream, int]) -> None:
+    async def led(self) -> set[GroupId]:
+        """The groups that have a leader now: to be asked before anything is dropped."""
+        return await self.threads.bulk(self.store.led)  # type: ignore[no-any-return]
+
+    async def streams_dropped(self, ends: Mapping[Stream, int], led_before: set[GroupId]) -> None:
         """Retention dropped these, which ended there, and no lake has them: what groups without a leader lost of it."""
-        for group, skipped in (await self.threads.bulk(self.store.unread, ends)).items():
+        for group, skipped in (await self.threads.bulk(self.store.unread, ends, led_before)).items():
             await self._trimmed(group, tuple(skipped))
 
     async def _trimmed(self, group: GroupId, skipped: Sequence[fx.Skipped]) -> None:

@@ -245,12 +245,13 @@ class Node:
             await asyncio.sleep(chosen.upkeep_secs)
             before = dict(self.delivery.heads)
             try:
+                led = await self.groups.led()
                 await loop.run_in_executor(None, maintain, self.log, retention, UPKEEP_RESTS)
                 heads = await loop.run_in_executor(None, self.log.heads, LOG)
                 await self.delivery.look_at_lake()
                 dropped = before.keys() - {head.stream for head in heads} - self.delivery.machine.lake.keys()
                 if dropped:
-                    await self.groups.streams_dropped({stream: before[stream] for stream in dropped})
+                    await self.groups.streams_dropped({stream: before[stream] for stream in dropped}, led)
                 for stream in dropped:
                     await self.keeper.call(self._forget_stream, stream)
                 await self.group_admin.expire_idle()

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from urllib.parse import quote
 
+import holdfast
 from e2e.groups.conftest import LEASE_SECONDS, QUICK, TIMEOUT_SECONDS
 from holdfast.batch import BatchClient
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
 from holdfast.keys import progress_key
+from holdfast.model import Batch
 from holdfast.store import open_metadata
 from node import Node
 
@@ -50,6 +52,10 @@ def test_members_on_both_nodes_and_one_node_dies(running: tuple[Node, Node], nam
         far = min(pieces(there))
         near = min(pieces(here))
         at, base = pieces(there)[far].offset, pieces(here)[near].offset
+        assert running[0].store is not None
+        with holdfast.open(running[0].store) as log:  # so much for each of the streams
+            count = 1200 * SHARDS
+            log.append("messages", Batch([f"{name}/x"] * count, [b""] * count, [f"p{n}" for n in range(count)]))
         there.ack(far, [(at + 1, at + 5)])
         here.ack(near, [(base + 1, base + 1000)])
         view = f"/api/v1/groups/{quote(group, safe='')}"
