@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/holdfast demo
 
 # The daily loop: units, contracts on memory, a slice of the simulator. No servers, no sockets, no Spark.
-FAST := tests/test_architecture.py tests/test_settings.py tests/test_topics.py tests/auth tests/batch tests/contract tests/cursors \
+FAST := tests/test_architecture.py tests/test_settings.py tests/test_topics.py tests/auth tests/batch tests/contract tests/cursors tests/delivery \
         tests/groups tests/log tests/mqtt tests/runtime tests/sessions tests/sim
 fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not soak" -k "not (postgres or etcd or mutation or paho)" $(FAST)

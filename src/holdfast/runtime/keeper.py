@@ -235,7 +235,7 @@ class Keeper:
         for name, start in starts.items():
             if start > at:
                 session.subscriptions[name].since[stream] = start
-        # Even if it has read everything: by the time the client is welcome, more may have been dispatched.
+        # Even if it has read everything: by the time the client is welcome, more may have been delivered here.
         session.positions.behind[stream] = at
         if at < head:
             if cursors:

@@ -44,7 +44,7 @@ class RetainedMessages:
         return self._last.pop(topic)
 
     def see(self, rows: Rows) -> None:
-        """Take what a dispatched block says of retained messages, whichever process stored it."""
+        """Take what a delivered block says of retained messages, whichever process stored it."""
         flags = rows.flags
         if (flags if isinstance(flags, int) else max(flags)) < RETAIN:
             return
