@@ -146,7 +146,7 @@ def test_one_that_does_not_read_costs_a_bound_whatever_is_published():
     world = World()
     outlet = world.client("t")
     world.give(dv.Blocked(outlet, True))
-    for n in range(1000):
+    for _ in range(1000):
         world.commit("t", b"y" * 1000)
         assert world.answer() is False, "nothing is read for somebody who has no room"
         assert outlet.session.outgoing.bytes <= PENDING + 2000
