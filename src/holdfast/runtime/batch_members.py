@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 from holdfast.errors import HoldfastError, PeerError, RequestError
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol import wire
-from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
+from holdfast.groups.protocol.nouns import GroupId, Key, Mark, Piece
 from holdfast.groups.settings import LeaderSettings
 from holdfast.groups.shares import check_group_name
 from holdfast.machine import Address
@@ -73,7 +73,8 @@ class BatchPlace(NamedTuple):
     connection: Connection
     topic: str
     start: Start | None
-    """Where the group begins, should this member be the one to declare it."""
+    key: Key | None
+    """Where the group begins, and what its key is, should this member be the one to declare it."""
 
 
 class BatchMembers:
@@ -87,7 +88,7 @@ class BatchMembers:
 
     # -- listening ---------------------------------------------------------------------------------------
 
-    def listen(self, connection: Connection, topic: str, start: Start | None) -> int:
+    def listen(self, connection: Connection, topic: str, start: Start | None, key: Key | None) -> int:
         """A SUBSCRIBE to a control topic; what the SUBACK says."""
         if not self._host.node.settings.groups.enabled:
             return Reason.SHARED_SUBSCRIPTIONS_NOT_SUPPORTED
@@ -105,7 +106,7 @@ class BatchMembers:
         name = _name(session.client_id, way.group)
         if name not in self._places and mine >= limits.subscriptions_max:
             return Reason.QUOTA_EXCEEDED
-        self._places[name] = BatchPlace(connection, topic, start)
+        self._places[name] = BatchPlace(connection, topic, start, key)
         connection.has_batch_members = True
         return Reason.GRANTED_QOS_0
 
@@ -179,7 +180,7 @@ class BatchMembers:
         registry = Address(host.node_id, "registry")
         match message:
             case m.FindLeader(born=""):
-                host.node.spawn(self._declare(message, place.start))
+                host.node.spawn(self._declare(message, place))
             case m.FindLeader():
                 host.send(registry, message)
             case m.UpdateStreamStates():
@@ -188,10 +189,10 @@ class BatchMembers:
             case m.LeaveGroup():
                 host.send(self._leaders.get(way.group, registry), message)
 
-    async def _declare(self, message: m.FindLeader, start: Start | None) -> None:
+    async def _declare(self, message: m.FindLeader, place: BatchPlace) -> None:
         """A member that does not know the group's `born` is content with the group as it is, or founds it."""
         try:
-            record = await self._host.node.group_admin.declare(message.group, start)
+            record = await self._host.node.group_admin.declare(message.group, place.start, key=place.key or "publisher")
         except HoldfastError as error:
             logger.warning("group %s could not be declared for %s: %s", message.group, message.member, error)
             return

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError, RequestError
 from holdfast.groups.protocol import messages as m
-from holdfast.groups.protocol.nouns import GroupId, Policy
-from holdfast.groups.protocol.view import GroupView, StreamHead
+from holdfast.groups.protocol.nouns import GroupId, Key, Policy
+from holdfast.groups.protocol.view import GroupView, StreamHead, first_unacked
 from holdfast.groups.record import GroupRecord, expired, record_key
 from holdfast.machine import Address
 from holdfast.model import At, Beginning, Next, Start, Stream
@@ -38,14 +38,15 @@ class GroupAdmin:
         ack_timeout_seconds: float | None = None,
         attempts_max: int | None = None,
         idle_seconds_max: float | None = None,
+        key: Key = "publisher",
     ) -> GroupRecord:
         """The group, made if it does not exist; it persists from that moment, with no member yet."""
         return await self._host.off(  # type: ignore[no-any-return]
-            self._declare, group, start, order, Policy(ack_timeout_seconds, attempts_max), idle_seconds_max
+            self._declare, group, start, order, Policy(ack_timeout_seconds, attempts_max), idle_seconds_max, key
         )
 
     def _declare(
-        self, group: GroupId, start: Start | None, order: str, policy: Policy, idle_seconds_max: float | None
+        self, group: GroupId, start: Start | None, order: str, policy: Policy, idle_seconds_max: float | None, key: Key
     ) -> GroupRecord:
         while True:
             entry = self._host.metadata.get(record_key(group))
@@ -56,6 +57,7 @@ class GroupAdmin:
                 born=uuid.uuid4().hex,
                 log=LOG,
                 order=order,  # type: ignore[arg-type]
+                key=key,
                 starts=self._host.log.positions(LOG, start or Next(), group.filter),
                 policy=policy,
                 idle_seconds_max=idle_seconds_max,
@@ -110,11 +112,12 @@ class GroupAdmin:
     def _heads_for(self, view: GroupView) -> dict[Stream, StreamHead]:
         floors: dict[Stream, int] = {}
         for piece, _, _, mark in view.pieces:
-            floors[piece.stream] = min(floors.get(piece.stream, mark.offset), mark.offset)
+            first = first_unacked(view.key, piece, mark)
+            floors[piece.stream] = min(floors.get(piece.stream, first), first)
         found = {}
         for head in self._host.log.heads(LOG):
             oldest = None
-            at = floors.get(head.stream, head.next_offset) + 1
+            at = floors.get(head.stream, head.next_offset)
             if at < head.next_offset:
                 chunks = self._host.log.read(head.stream, at, rows_max=1, on_corrupt="skip").chunks
                 times = rows_of(chunks[0]).times if chunks else None

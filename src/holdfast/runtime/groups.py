@@ -495,7 +495,7 @@ class GroupHost:
             return
         while True:
             try:
-                await self.off(self._bury, feed.stream, offsets, borrower.group)
+                await self.off(self._bury, feed, offsets, borrower.group)
                 break
             except HoldfastError as error:
                 logger.warning("dead letters of %s were not stored: %s", borrower.group, error)
@@ -509,10 +509,14 @@ class GroupHost:
                 member.session.in_flight[packet_id] = (None, 0, qos)
         self._tell(member, feed)
 
-    def _bury(self, stream: Stream, offsets: tuple[int, ...], group: GroupId) -> None:
+    def _bury(self, feed: LoanFeed, offsets: tuple[int, ...], group: GroupId) -> None:
         self.log.create(DEAD_LETTERS, shards=1)
+        stream = feed.stream
         for offset in offsets:
             rows = rows_of(self.log.read(stream, offset, rows_max=1).chunks[0])
+            publisher = rows.publishers if isinstance(rows.publishers, str) else rows.publishers[0]
+            if not feed.done.owns(offset, publisher, rows.topics[0]):
+                continue  # counted before the stream was cut anew: it is for the reader of its slice to set aside
             batch = Batch(
                 list(rows.topics),
                 list(rows.payloads),

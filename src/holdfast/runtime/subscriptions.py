@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from holdfast.errors import RequestError
+from holdfast.groups.protocol.nouns import Key, check_key
 from holdfast.groups.shares import is_shared, parse_share
 from holdfast.model import At, Beginning, Next, Since, Start, Stream, parse_start
 from holdfast.mqtt import codec
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("holdfast.node")
 
 START_PROPERTY = "holdfast-start"
+KEY_PROPERTY = "holdfast-key"
+SHARE_KEY: Key = "message"
+"""The key of a group that a SUBSCRIBE makes without naming one: what `$share` means everywhere else."""
+
 RECORD_BYTES_MAX = 900_000
 
 
@@ -40,37 +45,59 @@ class Subscriptions:
         if session is None:
             return b""
         reasons: list[int] = []
+        why: dict[str, None] = {}
         changed = False
         try:
-            start = self._start_of(packet)
+            start, key = self._start_of(packet), self._key_of(packet)
         except RequestError as error:
-            logger.info("%s: %s", session.client_id, error)
-            refused = tuple(Reason.IMPLEMENTATION_SPECIFIC_ERROR for _ in packet.filters)
-            return codec.encode_suback(p.Suback(packet.packet_id, refused), connection.version)
+            return self._refuse(connection, packet, str(error))
         last = {request.filter: at for at, request in enumerate(packet.filters)}
         for at, request in enumerate(packet.filters):
             if at % 50 == 49:
                 await asyncio.sleep(0)  # a long packet must not keep the others waiting
             if is_control(request.filter):
-                reasons.append(self._node.groups.batch_members.listen(connection, request.filter, start))
+                reasons.append(self._node.groups.batch_members.listen(connection, request.filter, start, key))
                 continue
             reason = self._check_subscription(connection, session, request)
             if reason < 0x80 and last[request.filter] == at:  # of one filter given twice, the last counts
-                add = self._add_share if is_shared(request.filter) else self._add_subscription
-                await add(connection, session, packet, request, start)
-                changed = True
+                try:
+                    if is_shared(request.filter):
+                        await self._add_share(connection, session, packet, request, start, key)
+                    else:
+                        await self._add_subscription(connection, session, packet, request, start)
+                    changed = True
+                except RequestError as error:
+                    logger.info("%s: %s", session.client_id, error)
+                    why[str(error)] = None
+                    reason = Reason.IMPLEMENTATION_SPECIFIC_ERROR
             reasons.append(reason)
         if changed and session.durable:
             await self._node.keeper.save(record_of(session, connected=True, now=time.time()))
         if connection.version < p.V5:
             reasons = [r if r < 0x80 else 0x80 for r in reasons]
-        return codec.encode_suback(p.Suback(packet.packet_id, tuple(reasons)), connection.version)
+        properties: p.Properties = {"reason_string": "; ".join(why)[:300]} if why else {}
+        return codec.encode_suback(p.Suback(packet.packet_id, tuple(reasons), properties), connection.version)
 
     def _start_of(self, packet: p.Subscribe) -> Start | None:
         for name, value in packet.properties.get("user_properties", []):
             if name == START_PROPERTY:
                 return parse_start(value)
         return None
+
+    def _key_of(self, packet: p.Subscribe) -> Key | None:
+        for name, value in packet.properties.get("user_properties", []):
+            if name == KEY_PROPERTY:
+                return check_key(value)
+        return None
+
+    def _refuse(self, connection: Connection, packet: p.Subscribe, why: str) -> bytes:
+        """All its filters, and say why."""
+        assert connection.session is not None
+        logger.info("%s: %s", connection.session.client_id, why)
+        refused = tuple(Reason.IMPLEMENTATION_SPECIFIC_ERROR for _ in packet.filters)
+        return codec.encode_suback(
+            p.Suback(packet.packet_id, refused, {"reason_string": why[:300]}), connection.version
+        )
 
     def _check_subscription(self, connection: Connection, session: Session, request: p.FilterRequest) -> int:
         topics = request.filter
@@ -105,10 +132,13 @@ class Subscriptions:
         packet: p.Subscribe,
         request: p.FilterRequest,
         start: Start | None,
+        key: Key | None,
     ) -> None:
         """Into a group: made by its first subscriber, and it persists from that moment on."""
         group = parse_share(request.filter)
-        record = await self._node.group_admin.declare(group, start)
+        record = await self._node.group_admin.declare(group, start, key=key or SHARE_KEY)
+        if key is not None and key != record.key:
+            raise RequestError(f"group {group} has the key {record.key}, not {key}; a key is for good")
         subscription = Subscription(
             request.filter,
             request.qos,

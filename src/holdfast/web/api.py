@@ -18,7 +18,7 @@ from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal
 from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownStream
 from holdfast.groups.protocol import messages as messages_of_groups
-from holdfast.groups.protocol.nouns import GroupId
+from holdfast.groups.protocol.nouns import GroupId, Key
 from holdfast.groups.shares import check_group_name
 from holdfast.model import At, Start, Stream, now_micros, parse_start
 from holdfast.mqtt.properties import decode_publish
@@ -46,6 +46,7 @@ class NewGroup(BaseModel):
     filter: str
     start: str = "latest"
     order: Literal["strict", "parallel"] = "strict"
+    key: Key = "publisher"
     ack_timeout_seconds: float | None = Field(default=None, gt=0)
     attempts_max: int | None = Field(default=None, ge=1)
     idle_seconds_max: float | None = Field(default=None, gt=0)
@@ -180,6 +181,7 @@ def make_app(node: Node) -> FastAPI:
             wanted.ack_timeout_seconds,
             wanted.attempts_max,
             wanted.idle_seconds_max,
+            wanted.key,
         )
         return _json(ops.group_row(record), 201)
 
