@@ -12,7 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["holdfast", "holdfast.log.sqlite", "holdfast.log.postgres", "processes"])
+_context.set_forkserver_preload(
+    ["holdfast", "holdfast.store.sqlite.store", "holdfast.store.postgres.store", "processes"]
+)
 
 
 class Child:

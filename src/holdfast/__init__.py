@@ -15,8 +15,8 @@ from holdfast.errors import (
     UnknownStream,
 )
 from holdfast.log import ABSENT, Key, Log
-from holdfast.log import open_log as open
 from holdfast.model import At, Batch, Beginning, Message, Next, Since, Stream
+from holdfast.store import open_log as open
 
 __all__ = [
     "ABSENT",

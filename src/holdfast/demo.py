@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter, deque
+from contextlib import closing
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,7 @@ from rich.console import Console
 
 from holdfast import ops
 from holdfast.cli import output
-from holdfast.log import open_log
+from holdfast.store import open_log, open_store
 
 VEHICLES = 5
 FILTER = "vehicle/+/position"
@@ -269,12 +270,12 @@ class LakeProcess:
 def _query(console: Console, lake: LakeProcess, least: int, out: Path) -> None:
     """What Spark SQL makes of the lake, as a table and as a plot."""
     import holdfast.spark
-    from holdfast.log.manifest import Manifest
 
     console.print("\nMeanwhile `holdfast pipeline lake` has been copying the log to Parquet:")
-    with open_log(lake.store) as log:
-        _wait(lambda: Manifest(log).totals("messages")[1] >= least)
-        files, held = Manifest(log).paths("messages"), Manifest(log).totals("messages")[1]
+    with closing(open_store(lake.store)) as store:
+        manifest = store.manifest()
+        _wait(lambda: manifest.totals("messages")[1] >= least)
+        files, held = manifest.paths("messages"), manifest.totals("messages")[1]
     console.print(f"  {held:,} messages in {len(files)} files")
     spark = holdfast.spark.session()
     try:

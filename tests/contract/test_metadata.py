@@ -23,8 +23,8 @@ from holdfast.metadata import (
     Put,
     VersionMismatch,
     Watch,
-    open_metadata,
 )
+from holdfast.store import open_metadata
 
 PATIENCE_SECONDS = 20.0
 """How long to wait for what must happen; only a failing test takes that long."""
@@ -113,7 +113,8 @@ class Child:
     """Python in a process of its own; `store` is the metadata store, and it says a line when it is ready."""
 
     def __init__(self, url: str, code: str):
-        start = "import sys, time\nfrom holdfast.metadata import *\nurl = sys.argv[1]\n"
+        start = "import sys, time\nfrom holdfast.metadata import *\nfrom holdfast.store import open_metadata\n"
+        start += "url = sys.argv[1]\n"
         self._process = subprocess.Popen(
             [sys.executable, "-c", start + code, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cursors import Cursor, cursor_key
+from holdfast.cursors import Cursor
 from holdfast.errors import RequestError, StaleEpoch
-from holdfast.model import Stream
 
 TOP = 60
 offsets = st.integers(0, TOP)
@@ -144,10 +143,3 @@ def test_advance_is_fenced_and_forward_only():
 def test_a_range_that_ends_before_it_begins_is_refused():
     with pytest.raises(RequestError, match=r"5\.\.4"):
         Cursor().ack_range(5, 4)
-
-
-def test_keys_keep_names_apart():
-    stream = Stream("messages", 3, 1)
-    assert cursor_key("messages", stream, "g") == "/holdfast/subscriptions/messages/messages.1.3/g/cursor"
-    assert cursor_key("l", "s", "$share/g/a/+") == "/holdfast/subscriptions/l/s/$share%2Fg%2Fa%2F+/cursor"
-    assert cursor_key("l", "s", "a/b") != cursor_key("l", "s", "a%2Fb")

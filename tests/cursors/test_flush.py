@@ -10,20 +10,23 @@ from typing import Any
 
 import pytest
 
-from holdfast.cursors import Cursor, cursor_key
+from holdfast.cursors import Cursor
 from holdfast.cursors.flush import CursorStore
 from holdfast.errors import RequestError, StoreError
-from holdfast.metadata import Metadata, open_metadata
+from holdfast.keys import named_cursor_key, session_cursor_key
+from holdfast.metadata import Metadata
 from holdfast.metadata.etcd import EtcdMetadata
-from holdfast.metadata.postgres import PostgresMetadata
 from holdfast.model import Batch, Stream
-from holdfast.runtime.keeper import Keeper, SessionRecord, SubscriptionRecord, record_of, subscription_name
-from holdfast.sessions.session import Rows, Session, Subscription
-from holdfast.store.postgres import PostgresStore
+from holdfast.mqtt.inbound import Inbound
+from holdfast.runtime.keeper import Keeper, SessionRecord, SubscriptionRecord, record_of
+from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
+from holdfast.store import StoreOptions, open_metadata, open_store
 from servers import EtcdServer, PostgresServer
 
 S = Stream("messages", 3, 2)
-KEY = cursor_key("messages", S, "car-1 vehicle/#")
+KEY = session_cursor_key(S, "car-1", "vehicle/#")
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres", "etcd"])
@@ -119,7 +122,7 @@ def test_a_holder_of_an_older_epoch_changes_nothing(metadata):
 
 def test_one_stale_cursor_does_not_hold_up_the_others(metadata):
     old, new = CursorStore(metadata), CursorStore(metadata)
-    keys = [cursor_key("messages", S, f"s{n}") for n in range(5)]
+    keys = [named_cursor_key(S, f"s{n}") for n in range(5)]
     old.save({key: Cursor(1, epoch=1) for key in keys}, 0.0)
     new.load(keys[2])
     new.save({keys[2]: Cursor(2, epoch=2)}, 0.0)
@@ -138,7 +141,7 @@ def test_a_process_that_knows_no_version_yet_finds_what_is_there(metadata):
 
 def test_all_cursors_go_in_one_transaction(metadata):
     counted = Counted(metadata)
-    cursors = {cursor_key("messages", S, f"s{n}"): Cursor(n, epoch=1) for n in range(300)}
+    cursors = {named_cursor_key(S, f"s{n}"): Cursor(n, epoch=1) for n in range(300)}
     assert CursorStore(counted).save(cursors, 0.0) == set(cursors)
     if metadata.batch_max is None:
         assert counted.sizes == [300]
@@ -153,7 +156,7 @@ def test_all_cursors_go_in_one_transaction(metadata):
 def test_what_was_saved_before_a_failure_half_way_is_saved_and_the_rest_is_tried_again():
     with open_metadata("memory:") as inner:
         counted = Counted(inner, batch_max=2)
-        cursors = {cursor_key("messages", S, f"s{n}"): Cursor(n, epoch=1) for n in range(4)}
+        cursors = {named_cursor_key(S, f"s{n}"): Cursor(n, epoch=1) for n in range(4)}
         store, real = CursorStore(counted), counted.transact
 
         def fails_after_one(changes: Any, preconditions: Any = None) -> Any:
@@ -175,7 +178,7 @@ def test_what_was_saved_before_a_failure_half_way_is_saved_and_the_rest_is_tried
 
 def test_a_subscription_another_process_deleted_stays_deleted(metadata):
     mine, theirs = CursorStore(metadata), CursorStore(metadata)
-    other = cursor_key("messages", S, "other")
+    other = named_cursor_key(S, "other")
     mine.save({KEY: Cursor(5, epoch=1), other: Cursor(1, epoch=1)}, 0.0)
     theirs.delete([KEY])
     assert mine.save({KEY: Cursor(6, epoch=1), other: Cursor(2, epoch=1)}, 0.0) == {KEY, other}
@@ -224,7 +227,7 @@ def test_an_unreadable_cursor_that_appears_under_our_hands_is_not_written_over(s
 def unreadable(policy: str) -> Session:
     with open_metadata("memory:") as metadata:
         keeper = Keeper(metadata, policy)
-        metadata.put(cursor_key("messages", S, subscription_name("me", "#")), b"damaged")
+        metadata.put(session_cursor_key(S, "me", "#"), b"damaged")
         record = SessionRecord("me", 100, 1, True, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 4})])
         try:
             return keeper.restore(record, {S: 9})
@@ -233,12 +236,12 @@ def unreadable(policy: str) -> Session:
 
 
 def test_the_policy_says_where_a_subscription_with_an_unreadable_cursor_goes_on():
-    assert unreadable("earliest").behind == {S: 4}
+    assert unreadable("earliest").positions.behind == {S: 4}
     with pytest.raises(RequestError, match="cannot be read"):
         unreadable("error")
     latest = unreadable("latest")
-    assert latest.behind == {S: 9}
-    (skipped,) = latest.skipped
+    assert latest.positions.behind == {S: 9}
+    (skipped,) = latest.positions.gaps
     assert (skipped.stream, skipped.first, skipped.past) == (str(S), 4, 9)
     assert "cannot be read" in skipped.reason
 
@@ -251,14 +254,14 @@ def with_acks(name: str = "me", count: int = 3) -> Session:
     session = Session(name, 100)
     session.subscribe(Subscription("#", 1))
     batch = Batch(["t"] * 10, [b""] * 10)
-    session.put_ready(Rows(S, range(10), batch, 0), range(10))
-    session.take([], 100, 1 << 20, 5, 1 << 20, 0.0)
-    session.acknowledge(range(1, count + 1))
+    session.outgoing.put(Rows(S, range(10), batch, 0), range(10))
+    session.outgoing.take([], 100, 1 << 20, 5, 1 << 20, 0.0)
+    session.window.puback(range(1, count + 1))
     return session
 
 
 def key_of(session: Session) -> str:
-    return cursor_key("messages", S, subscription_name(session.client_id, "#"))
+    return session_cursor_key(S, session.client_id, "#")
 
 
 def run(metadata: Metadata, work: Callable[[Keeper], Any]) -> Any:
@@ -272,11 +275,11 @@ def run(metadata: Metadata, work: Callable[[Keeper], Any]) -> Any:
 def test_persist_on_ack(metadata):
     """Seed 002: after an ack, the flush makes the cursor durable."""
     session = with_acks(count=3)
-    assert session.dirty == {S}
+    assert session.positions.dirty == {S}
     assert run(metadata, lambda keeper: keeper.flush([session], {S: 10})) == 1
     assert stored(metadata, key_of(session)) == Cursor(2, epoch=1)
-    assert not session.dirty
-    session.acknowledge([5])
+    assert not session.positions.dirty
+    session.window.puback([5])
     run(metadata, lambda keeper: keeper.flush([session], {S: 10}))
     assert stored(metadata, key_of(session)) == Cursor(2, [(4, 4)], epoch=1)
 
@@ -296,7 +299,7 @@ def test_sessions_that_end_with_their_connection_store_nothing():
         session = with_acks()
         session.expiry_seconds = 0
         assert run(metadata, lambda keeper: keeper.flush([session], {S: 10})) == 0
-        assert metadata.list("/") == {} and not session.dirty
+        assert metadata.list("/") == {} and not session.positions.dirty
 
 
 def test_a_failed_flush_stays_dirty_and_what_came_meanwhile_goes_with_the_next():
@@ -307,32 +310,32 @@ def test_a_failed_flush_stays_dirty_and_what_came_meanwhile_goes_with_the_next()
         async def work(keeper: Keeper) -> None:
             counted.error = StoreError("no store")
             assert await keeper.flush([session], {S: 10}) == 0
-            assert session.dirty == {S}
-            session.acknowledge([3])
+            assert session.positions.dirty == {S}
+            session.window.puback([3])
             counted.error = None
             assert await keeper.flush([session], {S: 10}) == 1
 
         run(counted, work)
-        assert stored(inner, key_of(session)) == Cursor(2, epoch=1) and not session.dirty
+        assert stored(inner, key_of(session)) == Cursor(2, epoch=1) and not session.positions.dirty
 
 
 def test_cursors_survive_a_database_that_was_down(postgres_server: PostgresServer, postgres_url: str):
     session = with_acks(count=2)
-    with PostgresMetadata(PostgresStore(postgres_url, retry_seconds=0.3), owned=True) as metadata:
+    with open_store(postgres_url, StoreOptions(retry_seconds=0.3)).metadata() as metadata:
 
         async def work(keeper: Keeper) -> None:
             await keeper.flush([session], {S: 10})
-            session.acknowledge([3, 4])
+            session.window.puback([3, 4])
             postgres_server.stop()
             try:
                 assert await keeper.flush([session], {S: 10}) == 0
-                assert session.dirty == {S}
+                assert session.positions.dirty == {S}
             finally:
                 postgres_server.start()
             assert await keeper.flush([session], {S: 10}) == 1
 
         run(metadata, work)
-        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.dirty
+        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.positions.dirty
 
 
 def test_cursors_survive_an_etcd_that_was_down(etcd_server: EtcdServer, etcd_url: str):
@@ -341,17 +344,17 @@ def test_cursors_survive_an_etcd_that_was_down(etcd_server: EtcdServer, etcd_url
 
         async def work(keeper: Keeper) -> None:
             await keeper.flush([session], {S: 10})
-            session.acknowledge([3, 4])
+            session.window.puback([3, 4])
             etcd_server.stop()
             try:
                 assert await keeper.flush([session], {S: 10}) == 0
-                assert session.dirty == {S}
+                assert session.positions.dirty == {S}
             finally:
                 etcd_server.start()
             assert await keeper.flush([session], {S: 10}) == 1
 
         run(metadata, work)
-        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.dirty
+        assert stored(metadata, key_of(session)) == Cursor(3, epoch=1) and not session.positions.dirty
 
 
 def test_an_unsubscribed_filters_cursors_go_and_stay_gone(metadata):
@@ -361,7 +364,7 @@ def test_an_unsubscribed_filters_cursors_go_and_stay_gone(metadata):
         await keeper.flush([session], {S: 10})
         session.unsubscribe("#")
         await keeper.delete_cursors("me", ["#"], {S: 10})
-        session.acknowledge([4])  # late, and still under way
+        session.window.puback([4])  # late, and still under way
         await keeper.flush([session], {S: 10})
 
     run(metadata, work)
@@ -386,7 +389,7 @@ def test_many_session_records_go_together():
 
 def test_resume_from_progress(metadata):
     """Seed 002: with a cursor in the store, reading starts at the one after it; ranges above are passed over."""
-    key = cursor_key("messages", S, subscription_name("me", "#"))
+    key = session_cursor_key(S, "me", "#")
     CursorStore(metadata).save({key: Cursor(12, [(15, 16)], epoch=3)}, 0.0)
     record = SessionRecord("me", 100, 3, True, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 2})])
 
@@ -394,10 +397,10 @@ def test_resume_from_progress(metadata):
         return await keeper.call(keeper.restore, record, {S: 20})
 
     session = run(metadata, work)
-    assert session.behind == {S: 13} and session.epoch == 3
-    session.unpark({S: 20}, 0.0)
+    assert session.positions.behind == {S: 13} and session.epoch == 3
+    session.attach({S: 20}, 0.0)
     block = Rows(S, range(13, 20), Batch(["t"] * 7, [b"%d" % n for n in range(13, 20)]), 0)
-    assert [block.offsets[i] for i in session.pick(block)] == [13, 14, 17, 18, 19]
+    assert [block.offsets[i] for i in session.positions.pick(block, session.window)] == [13, 14, 17, 18, 19]
 
 
 def test_without_progress_a_subscription_resumes_where_it_began():
@@ -408,12 +411,12 @@ def test_without_progress_a_subscription_resumes_where_it_began():
             return keeper.restore(record, {S: 20, S._replace(generation=3): 4})
 
         session = run(metadata, work)
-        assert session.behind == {S: 2, S._replace(generation=3): 0}, "a younger stream is its own from the beginning"
+        assert session.positions.behind == {S: 2, S._replace(generation=3): 0}, "a younger stream is all its own"
 
 
 def test_messages_that_come_while_a_session_is_fetched_are_not_missed():
     with open_metadata("memory:") as metadata:
-        key = cursor_key("messages", S, subscription_name("me", "#"))
+        key = session_cursor_key(S, "me", "#")
         CursorStore(metadata).save({key: Cursor(19, epoch=1)}, 0.0)
         record = SessionRecord("me", 100, 1, False, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 2})])
 
@@ -421,8 +424,8 @@ def test_messages_that_come_while_a_session_is_fetched_are_not_missed():
             return keeper.restore(record, {S: 20})
 
         session = run(metadata, work)
-        session.unpark({S: 23}, 0.0)  # three more were dispatched before the client was welcome
-        assert session.behind == {S: 20}
+        session.attach({S: 23}, 0.0)  # three more were dispatched before the client was welcome
+        assert session.positions.behind == {S: 20}
 
 
 def test_a_subscription_older_than_a_generation_is_not_cut_short_by_a_younger_one():
@@ -443,28 +446,29 @@ def test_a_subscription_older_than_a_generation_is_not_cut_short_by_a_younger_on
             return keeper.restore(record, {S: 5, younger: 9})
 
         session = run(metadata, work)
-        assert session.behind[younger] == 0
+        assert session.positions.behind[younger] == 0
         block = Rows(younger, range(9), Batch(["a", "b", "a", "b", "a", "b", "a", "b", "a"], [b""] * 9), 0)
-        assert list(session.pick(block)) == [0, 2, 4, 6, 7, 8]
+        assert list(session.positions.pick(block, session.window)) == [0, 2, 4, 6, 7, 8]
 
 
 def test_under_way_at_a_clean_disconnect_keeps_its_packet_ids():
     with open_metadata("memory:") as metadata:
         session = with_acks(count=8)
-        session.received = {7, 3}
-        session.park({S: 10}, ())
+        session.inbound = Inbound({7, 3})
+        session.detach({S: 10}, ())
         record = record_of(session, connected=False, now=5.0)
         assert record.in_flight == {"9": (str(S), 8, 1), "10": (str(S), 9, 1)} and record.disconnected_at == 5.0
 
         async def work(keeper: Keeper) -> Session:
-            session.dirty.update(session.behind)
+            session.positions.dirty.update(session.positions.behind)
             await keeper.flush([session], {S: 10})
             await keeper.save(record)
             (found,) = keeper.load_all()
             return keeper.restore(found, {S: 10})
 
         back = run(metadata, work)
-        assert back.in_flight == {9: (S, 8, 1), 10: (S, 9, 1)} and back.received == {3, 7}
-        back.unpark({S: 10}, 0.0)
+        under_way = [(i, d.origin.stream, d.offset, d.qos) for i, d in back.window]
+        assert under_way == [(9, S, 8, 1), (10, S, 9, 1)] and back.inbound.ids() == [3, 7]
+        back.attach({S: 10}, 0.0)
         again = Rows(S, range(8, 10), Batch(["t"] * 2, [b""] * 2), 0)
-        assert list(back.pick(again)) == [], "they come again under their ids, not from the log as well"
+        assert list(back.positions.pick(again, back.window)) == [], "they come again under their ids only"

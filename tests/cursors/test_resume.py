@@ -17,7 +17,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
 from holdfast.cursors import Cursor
-from holdfast.metadata import open_metadata
+from holdfast.store import open_metadata
 from node import Node
 from processes import wait_for
 

@@ -7,7 +7,7 @@ import pytest
 import holdfast
 from faults.writer import audit, write
 from holdfast import Batch, Key, StoreError
-from holdfast.log import open_log
+from holdfast.store import open_log
 from processes import Report, child
 from servers import PostgresServer
 

@@ -19,6 +19,7 @@ import atheris
 with atheris.instrument_imports(include=["holdfast.mqtt", "holdfast.runtime.connection", "holdfast.sessions"]):
     from holdfast.mqtt import codec
     from holdfast.mqtt import packets as p
+    from holdfast.mqtt.connection import State
     from holdfast.runtime.connection import Connection
     from holdfast.runtime.node import Node
     from holdfast.settings import LimitSettings, LogSettings, Settings
@@ -98,14 +99,14 @@ class World:
         return node
 
     def open(self) -> tuple[Connection, Wire]:
-        connection, wire = Connection(self.node), Wire()
+        connection, wire = Connection(self.node.front), Wire()
         connection.connection_made(wire)
         return connection, wire
 
     async def settled(self, connection: Connection) -> None:
         """Until it has parsed all it was given, and every answer that waits for a commit is out."""
         give_up = self.loop.time() + WAIT_SECONDS
-        while not connection.closed and connection._held:
+        while not connection.closed and connection.machine.holds:
             if self.loop.time() > give_up:
                 raise AssertionError("it holds still for ever")
             await asyncio.sleep(0)
@@ -120,14 +121,16 @@ class World:
             if len(piece) % 2:  # sometimes the next piece comes before the last one was dealt with
                 await self.settled(connection)
         await self.settled(connection)
-        if not (connection.closed or wire.closed or connection._buffer or connection.state == "new"):
+        if not (
+            connection.closed or wire.closed or connection.machine.waiting or connection.machine.state is State.NEW
+        ):
             wire.out.clear()
             connection.data_received(PING)
             await self.settled(connection)
             if not connection.closed and not bytes(wire.out).endswith(PONG):
                 raise AssertionError(f"a ping was answered with {bytes(wire.out)!r}")
         connection.connection_lost(None)
-        if connection in self.node.sockets or connection in self.node.connections.values():
+        if connection in self.node.front.sockets or connection in self.node.sessions.connections.values():
             raise AssertionError("the node still knows a connection that is gone")
         return bytes(wire.out)
 

@@ -10,7 +10,8 @@ from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
 from holdfast.groups.protocol.nouns import GroupId, Mark, Policy
 from holdfast.groups.protocol.view import GroupView, PieceView, StreamHead, lag
-from holdfast.groups.record import GroupRecord, claim_key, expired, loaded, progress_key, record_key, stored
+from holdfast.groups.record import GroupRecord, expired, loaded, stored
+from holdfast.keys import claim_key, progress_key, record_key
 
 RECORD = GroupRecord(
     group=GROUP,

@@ -9,8 +9,8 @@ import pytest
 import holdfast
 from holdfast import Batch, Log, Stream
 from holdfast.log.retention import maintain
-from holdfast.store.postgres import PostgresStore
-from holdfast.store.sqlite import SqliteStore
+from holdfast.store.postgres.database import PostgresDatabase
+from holdfast.store.sqlite.database import SqliteDatabase
 
 ONE = Stream("one", 0, 1)
 
@@ -29,12 +29,12 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Log:
     body = log.backend.entries(log.head(ONE).id, 10, 1)[0].body
     data = bytearray(log.backend.bodies([body])[body])
     data[len(data) // 2] ^= 0x10
-    store = log.backend.store  # type: ignore[attr-defined]
+    store = log.backend.database  # type: ignore[attr-defined]
     with store.write() as db:
-        if isinstance(store, SqliteStore):
+        if isinstance(store, SqliteDatabase):
             db.execute("update bodies set data = ? where id = ?", (bytes(data), body))
         else:
-            assert isinstance(store, PostgresStore)
+            assert isinstance(store, PostgresDatabase)
             db.execute("update bodies set data = %s where id = %s", (bytes(data), body))
     log.cache.clear()
     return log

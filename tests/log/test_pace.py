@@ -15,7 +15,7 @@ def test_sqlite_does_not_overwrite_what_it_frees(tmp_path: Path) -> None:
     """Some builds do unless told otherwise, and then deleting holds up everybody who appends."""
     fast = 2
     with holdfast.open(f"sqlite:///{tmp_path}/store.db") as log:
-        store = log.backend.store  # type: ignore[attr-defined]
+        store = log.backend.database  # type: ignore[attr-defined]
         with store.write() as writer, store.read() as reader:
             assert [db.execute("pragma secure_delete").fetchone() for db in (writer, reader)] == [(fast,), (fast,)]
 

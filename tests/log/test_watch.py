@@ -10,8 +10,8 @@ import pytest
 
 import holdfast
 from holdfast import Batch, Log
-from holdfast.log import open_log
-from holdfast.log.sqlite import POLL_SECONDS
+from holdfast.store import open_log
+from holdfast.store.sqlite.watcher import POLL_SECONDS
 from processes import Report, child, wait_for
 
 

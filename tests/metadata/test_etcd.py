@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.errors import OutcomeUnknown, RequestError, StoreError, StoreUnavailable
-from holdfast.metadata import Deleted, LeaseEnded, Put, open_metadata
+from holdfast.metadata import Deleted, LeaseEnded, Put
 from holdfast.metadata.etcd import EtcdMetadata
+from holdfast.store import open_metadata
 from servers import EtcdServer
 
 

@@ -11,9 +11,10 @@ import psycopg
 import pytest
 
 from holdfast.errors import OutcomeUnknown, StoreUnavailable
-from holdfast.metadata import Deleted, Entry, Event, LeaseEnded, Put, Watch, open_metadata
-from holdfast.metadata.postgres import PostgresMetadata
-from holdfast.store.postgres import PostgresStore
+from holdfast.metadata import Deleted, Entry, Event, LeaseEnded, Put, Watch
+from holdfast.store import StoreOptions, open_metadata, open_store
+from holdfast.store.postgres.database import PostgresDatabase
+from holdfast.store.postgres.metadata import PostgresMetadata
 from servers import PostgresServer
 
 
@@ -27,20 +28,11 @@ def until_event(watch: Watch, enough: Callable[[Event], bool], seconds: float = 
     return events
 
 
-def test_a_store_that_is_open_is_shared_and_left_open(postgres_url: str) -> None:
-    store = PostgresStore(postgres_url)
-    with open_metadata(store) as metadata:
-        metadata.put("/a", b"1")
-    with open_metadata(store) as again:
-        assert again.get("/a") is not None
-    store.close()
-
-
 def test_without_notifications_changes_and_expiries_are_still_seen(postgres_url: str) -> None:
-    store = PostgresStore(postgres_url)
+    database = PostgresDatabase(postgres_url)
     with (
         open_metadata(postgres_url) as writer,
-        PostgresMetadata(store, notifications=False, poll_seconds=0.1) as deaf,
+        PostgresMetadata(database, database.close, notifications=False, poll_seconds=0.1) as deaf,
         deaf.watch("/") as watch,
     ):
         for n in range(5):
@@ -49,20 +41,18 @@ def test_without_notifications_changes_and_expiries_are_still_seen(postgres_url:
         writer.put("/b", b"", writer.lease(0.3))
         put, gone = until_event(watch, lambda event: isinstance(event, Deleted))
         assert put.key == gone.key == "/b"
-    store.close()
 
 
 def test_notifications_are_what_makes_it_quick(postgres_url: str) -> None:
-    store = PostgresStore(postgres_url)
+    database = PostgresDatabase(postgres_url)
     with (
         open_metadata(postgres_url) as writer,
-        PostgresMetadata(store, poll_seconds=3600) as metadata,
+        PostgresMetadata(database, database.close, poll_seconds=3600) as metadata,
         metadata.watch("/") as watch,
     ):
         for n in range(20):
             version = writer.put("/a", b"%d" % n)
             assert until_event(watch, lambda _: True)[-1].version == version
-    store.close()
 
 
 def test_one_notification_per_transaction(postgres_url: str) -> None:
@@ -164,8 +154,8 @@ def test_restarts_under_load_lose_nothing_that_was_confirmed(
 
 
 def test_a_server_that_stays_away_is_named_and_ends_leases(postgres_url: str, postgres_server: PostgresServer) -> None:
-    store = PostgresStore(postgres_url, retry_seconds=0.3)
-    with open_metadata(store) as metadata:
+    store = open_store(postgres_url, StoreOptions(retry_seconds=0.3))
+    with store.metadata() as metadata:
         long, short = metadata.lease(60), metadata.lease(0.1)
         postgres_server.stop()
         try:
@@ -181,21 +171,20 @@ def test_a_server_that_stays_away_is_named_and_ends_leases(postgres_url: str, po
             postgres_server.start()
         long.renew()
         assert metadata.list("") == {}
-    store.close()
 
 
 def test_a_watcher_that_was_away_while_deletions_were_forgotten_catches_up(
     postgres_url: str, postgres_server: PostgresServer
 ) -> None:
-    store = PostgresStore(postgres_url)
+    database = PostgresDatabase(postgres_url)
     with (
-        PostgresMetadata(store, deletions_kept=10) as writer,
+        PostgresMetadata(database, database.close, deletions_kept=10) as writer,
         open_metadata(postgres_url) as reader,
     ):
         for n in range(5):
             writer.put(f"/old/{n}", b"")
         with reader.watch("/old/") as watch:
-            watch_feed = reader._feed  # type: ignore[attr-defined]
+            watch_feed = reader.feed  # type: ignore[attr-defined]
             with watch_feed._lock:  # the reader is held up; the writer goes on
                 for n in range(4):
                     writer.delete(f"/old/{n}")
@@ -211,7 +200,6 @@ def test_a_watcher_that_was_away_while_deletions_were_forgotten_catches_up(
             assert all(isinstance(event, Deleted) for event in events.values())
             assert reader.list("/old/").keys() == {"/old/4", "/old/9"}
             assert watch.get(0.05) is None
-    store.close()
 
 
 def test_a_lost_race_for_a_key_does_not_cost_a_connection(postgres_url: str) -> None:

@@ -10,19 +10,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import RequestError
-from holdfast.metadata import Deleted, Put, open_metadata
-from holdfast.metadata.sqlite import SqliteMetadata
-from holdfast.store.sqlite import SqliteStore
-
-
-def test_a_store_that_is_open_is_shared_and_left_open(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a.db")
-    with open_metadata(store) as metadata:
-        version = metadata.put("/a", b"1")
-    with open_metadata(store) as again:
-        entry = again.get("/a")
-        assert entry is not None and entry.version == version
-    store.close()
+from holdfast.metadata import Deleted, Put
+from holdfast.store import open_metadata
+from holdfast.store.sqlite.database import SqliteDatabase
+from holdfast.store.sqlite.metadata import SqliteMetadata
 
 
 def test_what_was_put_is_there_after_opening_again(tmp_path: Path) -> None:
@@ -35,12 +26,15 @@ def test_what_was_put_is_there_after_opening_again(tmp_path: Path) -> None:
 
 
 def test_a_watcher_that_was_away_while_deletions_were_forgotten_catches_up(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a.db")
-    with SqliteMetadata(store, deletions_kept=10) as writer, open_metadata(f"sqlite:///{store.path}") as reader:
+    database = SqliteDatabase(tmp_path / "a.db")
+    with (
+        SqliteMetadata(database, database.close, deletions_kept=10) as writer,
+        open_metadata(f"sqlite:///{database.path}") as reader,
+    ):
         for n in range(5):
             writer.put(f"/old/{n}", b"")
         with reader.watch("/old/") as watch:
-            with reader._feed._lock:  # type: ignore[attr-defined]  # held up, while the writer goes on
+            with reader.feed._lock:  # type: ignore[attr-defined]  # held up, while the writer goes on
                 writer.delete("/old/1")
                 for n in range(30):
                     writer.put("/other", b"%d" % n)
@@ -49,10 +43,9 @@ def test_a_watcher_that_was_away_while_deletions_were_forgotten_catches_up(tmp_p
             assert first == Put("/old/0", b"new", version=version)
             assert isinstance(second, Deleted) and second.key == "/old/1"
             assert watch.get(0.05) is None
-        with sqlite3.connect(store.path) as db:
+        with sqlite3.connect(database.path) as db:
             assert db.execute("select count(*) from metadata where value is null").fetchone() == (0,)
         db.close()
-    store.close()
 
 
 def test_an_idle_watch_costs_next_to_nothing(tmp_path: Path) -> None:

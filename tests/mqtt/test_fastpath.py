@@ -17,7 +17,9 @@ from holdfast.mqtt import packets as p
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, pubacks, pubacks_where, remaining_length, scan, topic_bytes
 from holdfast.mqtt.reasons import Reason
 from holdfast.mqtt.wire import to_varint, topic_name
-from holdfast.sessions.session import Rows, Session, Subscription
+from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
 
 V311, V5 = p.V311, p.V5
 NO_LIMIT = 1 << 28
@@ -319,7 +321,7 @@ def test_a_delivery_decodes_to_the_message(found, version, qos, as_published, id
     found = [one for one in found if not one["topic"].startswith("$")]
     session = Session("me", 0)
     session.subscribe(Subscription("#", qos, retain_as_published=as_published, identifier=identifier))
-    session.dup_below[STREAM] = dup_below
+    session.positions.dup_below[STREAM] = dup_below
     batch = Batch(
         [one["topic"] for one in found],
         [one["payload"] for one in found],
@@ -327,9 +329,9 @@ def test_a_delivery_decodes_to_the_message(found, version, qos, as_published, id
         [one["qos"] | (RETAIN if one["retain"] else 0) for one in found],
         [one["properties"] for one in found] if any(one["properties"] for one in found) else None,
     )
-    session.put_ready(Rows(None if retained else STREAM, range(len(found)), batch, 0), range(len(found)))
+    session.outgoing.put(Rows(None if retained else STREAM, range(len(found)), batch, 0), range(len(found)))
     out: list[bytes] = []
-    size = session.take(out, 65_535, 1 << 30, version, 1 << 30, 0.0)
+    size = session.outgoing.take(out, 65_535, 1 << 30, version, 1 << 30, 0.0)
     raw = b"".join(out)
     assert size >= len(raw) - len(found) * 2 and size <= len(raw) + len(found) * 2, "roughly the bytes it made"
     number = 0

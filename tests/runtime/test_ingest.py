@@ -11,7 +11,7 @@ import holdfast
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.log.contract import Retained
 from holdfast.model import RETAIN, Stream
-from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, pubacks
+from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, pubacks, pubacks_where
 from holdfast.runtime.ingest import LOG, Ingest
 
 SECONDS = 10.0
@@ -59,13 +59,19 @@ class Publisher:
         self.sent: list[bytes] = []
         self.failures = self.went_on = 0
 
-    def send(self, data: bytes) -> None:
-        self.sent.append(data)
+    def stored(self, inbox: Inbox, heard: set[str] | None) -> None:
+        if self.closed:
+            return
+        self.unacked -= len(inbox.packet_ids)
+        if self.version == 5 and heard is not None and not heard.issuperset(inbox.topics):
+            self.sent.append(pubacks_where(inbox.packet_ids, inbox.topics, inbox.flags, heard))
+        else:
+            self.sent.append(pubacks(inbox.packet_ids))
 
     def store_failed(self) -> None:
         self.failures += 1
 
-    def go_on(self) -> None:
+    def read_on(self) -> None:
         self.went_on += 1
 
 
@@ -88,11 +94,13 @@ class Bench:
         self.commits: list[Any] = []
         self.failed: list[HoldfastError] = []
 
-        def committed(appended: Any, parts: Any, now: int) -> set[str]:
+        def committed(appended: Any, parts: Any, now: int) -> None:
             self.commits.append((appended, dict(parts)))
-            return heard if heard is not None else {t for part in parts.values() for t in part.topics}
 
-        self.ingest = Ingest(log, bytes_max, committed, self.failed.append)
+        def anyone_for(topics: set[str]) -> set[str]:
+            return heard if heard is not None else topics
+
+        self.ingest = Ingest(log, bytes_max, committed, anyone_for, self.failed.append)
 
     def publish(self, publisher: Publisher, made: Inbox) -> bool:
         publisher.unacked += len(made.packet_ids)
@@ -103,12 +111,14 @@ def run(work: Callable[[Bench], Awaitable[None]], **options: Any) -> Bench:
     async def whole() -> Bench:
         log = GatedLog(options.pop("shards", 1))
         bench = Bench(log, **options)
-        bench.ingest.start()
+        task = asyncio.get_running_loop().create_task(bench.ingest.run())
         try:
             await work(bench)
         finally:
             log.gate.set()
-            await bench.ingest.close()
+            await bench.ingest.drained()
+            task.cancel()
+            bench.ingest.close()
             log.log.close()
         return bench
 

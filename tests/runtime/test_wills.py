@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StoreUnavailable
-from holdfast.metadata import Metadata, open_metadata
+from holdfast.metadata import Metadata
 from holdfast.mqtt.packets import Will
 from holdfast.runtime import wills as module
 from holdfast.runtime.keeper import Keeper
-from holdfast.runtime.wills import PREFIX, Wills
+from holdfast.runtime.wills import Wills
+from holdfast.store import open_metadata
+
+PREFIX = "/holdfast/wills/"
 
 
 class World:

@@ -8,7 +8,9 @@ from typing import Any
 from holdfast.model import Batch, Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt.packets import V5, Publish
-from holdfast.sessions.session import Rows, Session, Subscription
+from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
 
 S = Stream("messages", 0, 1)
 NEXT_S = Stream("messages", 0, 2)
@@ -33,8 +35,8 @@ def subscribed(*filters: str | Subscription, expiry_seconds: int = 100) -> Sessi
 
 def offer(session: Session, block: Rows, bytes_max: int = NO_LIMIT) -> bool:
     """As the dispatcher does: the rows that match any subscription, once each."""
-    assert session.wanted is not None
-    picks = [at for at, topic in enumerate(block.topics) if session.wanted.matches(topic)]
+    assert session.subscriptions.wanted is not None
+    picks = [at for at, topic in enumerate(block.topics) if session.subscriptions.wanted.matches(topic)]
     return session.offer(block, picks, bytes_max) if picks else True
 
 
@@ -48,7 +50,7 @@ def sent(
     now: float = 0.0,
 ) -> list[Publish]:
     out: list[bytes] = []
-    session.take(out, room, bytes_max, version, packet_max, now)
+    session.outgoing.take(out, room, bytes_max, version, packet_max, now)
     return packets(b"".join(out), version)
 
 

@@ -9,7 +9,11 @@ from holdfast.cursors import Cursor
 from holdfast.model import RETAIN, Batch, Stream
 from holdfast.mqtt import properties
 from holdfast.mqtt.packets import V5, V311
-from holdfast.sessions.session import Gap, Rows, Session, Subscription
+from holdfast.sessions.positions import Gap
+from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery, Pubrec
 
 OTHER = Stream("messages", 1, 1)
 
@@ -36,9 +40,9 @@ def test_the_receive_maximum_bounds_what_is_under_way_and_an_ack_makes_room():
     offer(session, rows(0, ["t"] * 5))
     assert payloads(sent(session, room=2)) == [0, 1]
     assert sent(session, room=2) == []
-    assert session.acknowledge([1]) is None
+    assert session.window.puback([1]) is None
     assert payloads(sent(session, room=2)) == [2]
-    session.acknowledge([2, 3])
+    session.window.puback([2, 3])
     assert payloads(sent(session, room=2)) == [3, 4]
 
 
@@ -47,7 +51,7 @@ def test_packet_ids_wrap_around_and_pass_over_those_in_use():
     offer(session, rows(0, ["t"] * 65_535))
     first = sent(session)
     assert ids(first) == list(range(1, 65_536))
-    session.acknowledge([n for n in range(1, 65_536) if n not in (1, 3)])
+    session.window.puback([n for n in range(1, 65_536) if n not in (1, 3)])
     offer(session, rows(65_535, ["t"] * 3))
     assert ids(sent(session)) == [2, 4, 5]
 
@@ -57,7 +61,7 @@ def test_with_every_packet_id_in_use_nothing_is_sent_and_nothing_hangs():
     offer(session, rows(0, ["t"] * 65_536))
     assert len(sent(session, room=65_535)) == 65_535
     assert sent(session, room=65_535) == []
-    session.acknowledge([40_000])
+    session.window.puback([40_000])
     assert ids(sent(session, room=65_535)) == [40_000]
 
 
@@ -65,14 +69,14 @@ def test_qos_0_needs_no_room_and_no_id():
     session = subscribed(Subscription("#", 0))
     offer(session, rows(0, ["t"] * 3))
     found = sent(session, room=0)
-    assert payloads(found) == [0, 1, 2] and ids(found) == [0, 0, 0] and not session.in_flight
+    assert payloads(found) == [0, 1, 2] and ids(found) == [0, 0, 0] and not len(session.window)
 
 
 def test_a_full_window_holds_up_later_messages_of_the_stream_whatever_their_qos():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 3, flags=[1, 1, 0]))
     assert payloads(sent(session, room=1)) == [0]
-    session.acknowledge([1])
+    session.window.puback([1])
     assert payloads(sent(session, room=1)) == [1, 2]
 
 
@@ -82,7 +86,7 @@ def test_bytes_are_bounded_but_something_always_moves():
     assert len(sent(session, bytes_max=1)) == 1
     assert len(sent(session, bytes_max=1500)) == 2
     assert len(sent(session, bytes_max=1500)) == 1
-    assert session.ready_rows == 0 and session.ready_bytes == 0
+    assert session.outgoing.rows == 0 and session.outgoing.bytes == 0
 
 
 @pytest.mark.parametrize("asked", [0, 1, 2])
@@ -103,39 +107,39 @@ def test_a_late_or_repeated_ack_is_harmless():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 2))
     sent(session)
-    assert session.acknowledge([1, 1, 77]) is None
-    assert list(session.in_flight) == [2]
+    assert session.window.puback([1, 1, 77]) is None
+    assert [i for i, _ in session.window] == [2]
 
 
 def test_a_puback_for_a_qos_2_delivery_names_the_id():
     session = subscribed(Subscription("#", 2))
     offer(session, rows(0, ["t"], flags=2))
     sent(session)
-    assert session.acknowledge([1]) == 1
-    assert 1 in session.in_flight
+    assert session.window.puback([1]) == 1
+    assert 1 in session.window
 
 
 def test_qos_2_goes_through_its_states():
     session = subscribed(Subscription("#", 2))
     offer(session, rows(0, ["t"] * 2, flags=[2, 1]))
     sent(session)
-    assert not session.complete(1), "a PUBCOMP before its PUBREC is out of turn"
-    assert session.received_by_client(1) == "release"
-    assert session.received_by_client(1) == "again"
-    assert session.received_by_client(2) == "wrong"
-    assert session.received_by_client(9) == "unknown"
+    assert not session.window.pubcomp(1), "a PUBCOMP before its PUBREC is out of turn"
+    assert session.window.pubrec(1) is Pubrec.RELEASE
+    assert session.window.pubrec(1) is Pubrec.AGAIN
+    assert session.window.pubrec(2) is Pubrec.WRONG
+    assert session.window.pubrec(9) is Pubrec.UNKNOWN
     assert cursor_of(session, {S: 2}) == Cursor(0, epoch=1), "PUBREC is what moves the cursor"
-    assert 1 in session.in_flight, "its id is not free before PUBCOMP"
-    assert session.complete(1) and 1 not in session.in_flight
-    assert session.complete(1), "a PUBCOMP that comes again is harmless"
+    assert 1 in session.window, "its id is not free before PUBCOMP"
+    assert session.window.pubcomp(1) and 1 not in session.window
+    assert session.window.pubcomp(1), "a PUBCOMP that comes again is harmless"
 
 
 def test_a_refused_qos_2_delivery_is_over_and_counts_as_handled():
     session = subscribed(Subscription("#", 2))
     offer(session, rows(0, ["t"], flags=2))
     sent(session)
-    session.refused_by_client(1)
-    assert not session.in_flight and S in session.dirty
+    session.window.pubrec(1, 0x80)
+    assert not len(session.window) and S in session.positions.dirty
     assert cursor_of(session, {S: 1}).offset == 0
 
 
@@ -143,8 +147,8 @@ def test_the_id_of_a_released_delivery_is_not_given_away():
     session = subscribed(Subscription("#", 2))
     offer(session, rows(0, ["t"], flags=2))
     sent(session)
-    session.received_by_client(1)
-    session._last_id = 65_535
+    session.window.pubrec(1)
+    session.window._last_id = 65_535
     offer(session, rows(1, ["t"], flags=2))
     assert ids(sent(session)) == [2]
 
@@ -156,8 +160,8 @@ def test_no_local_keeps_a_clients_own_messages_from_it_and_lets_the_cursor_pass(
     session = subscribed(Subscription("#", 1, no_local=True))
     offer(session, rows(0, ["t"] * 3, publishers=["me", "you", "me"]))
     assert payloads(sent(session)) == [1]
-    session.acknowledge([1])
-    assert S in session.dirty
+    session.window.puback([1])
+    assert S in session.positions.dirty
     assert cursor_of(session, {S: 3}).offset == 2
 
 
@@ -177,11 +181,11 @@ def test_retain_as_published(as_published):
 def test_retained_messages_keep_the_bit_and_move_no_cursor():
     session = subscribed("#")
     kept = rows(0, ["t"], stream=None, flags=1 | RETAIN)
-    session.put_ready(kept, [0])
+    session.outgoing.put(kept, [0])
     (found,) = sent(session)
     assert found.retain and found.qos == 1 and not found.dup
-    session.acknowledge([found.packet_id])
-    assert not session.dirty and not session.in_flight
+    session.window.puback([found.packet_id])
+    assert not session.positions.dirty and not len(session.window)
 
 
 def test_overlapping_subscriptions_deliver_once_with_every_identifier_and_the_best_quality():
@@ -223,7 +227,7 @@ def test_the_remaining_life_is_passed_on_and_the_dead_are_not_sent():
     found = sent(session, now=8.5)
     assert [properties.expiry_of(one.properties) for one in found] == [2, 6]
     assert payloads(found) == [0, 1]
-    session.acknowledge(ids(found))
+    session.window.puback(ids(found))
     assert cursor_of(session, {S: 3}).offset == 2, "an expired message holds no cursor up"
 
 
@@ -240,7 +244,7 @@ def test_what_fits_the_maximum_packet_size_exactly_is_sent_and_a_byte_more_is_no
     session = subscribed("#")
     offer(session, rows(0, ["t"], payloads=[b"x" * size]))
     out: list[bytes] = []
-    session.take(out, 10, NO_LIMIT, version, NO_LIMIT, 0.0)
+    session.outgoing.take(out, 10, NO_LIMIT, version, NO_LIMIT, 0.0)
     exact = len(b"".join(out))
     for limit, expected in [(exact, 1), (exact - 1, 0)]:
         session = subscribed("#")
@@ -254,7 +258,7 @@ def test_a_message_too_large_for_the_client_holds_nothing_up():
     offer(session, rows(0, ["t"] * 3, payloads=[b"0", b"x" * 500, b"2"]))
     found = sent(session, packet_max=100)
     assert payloads(found) == [0, 2]
-    session.acknowledge(ids(found))
+    session.window.puback(ids(found))
     assert cursor_of(session, {S: 3}).offset == 2
 
 
@@ -265,16 +269,16 @@ def test_a_session_with_enough_waiting_is_behind_from_there_on():
     session = subscribed("#")
     assert offer(session, rows(0, ["t"] * 10), bytes_max=100), "one block is always taken"
     assert not offer(session, rows(10, ["t"] * 10), bytes_max=100)
-    assert session.behind == {S: 10}
+    assert session.positions.behind == {S: 10}
     assert not offer(session, rows(20, ["t"]), bytes_max=NO_LIMIT), "behind is behind, whatever room there is"
-    assert session.behind == {S: 10} and payloads(sent(session)) == list(range(10))
+    assert session.positions.behind == {S: 10} and payloads(sent(session)) == list(range(10))
 
 
 def test_a_stream_that_is_behind_starts_at_the_first_message_the_session_wants():
     session = subscribed("b")
     offer(session, rows(0, ["b"]), bytes_max=1)
     offer(session, rows(1, ["a", "a", "b"]), bytes_max=1)
-    assert session.behind == {S: 3}
+    assert session.positions.behind == {S: 3}
 
 
 def test_what_was_read_comes_after_what_was_offered_and_then_the_stream_is_live():
@@ -282,61 +286,58 @@ def test_what_was_read_comes_after_what_was_offered_and_then_the_stream_is_live(
     heads = {S: 4}
     offer(session, rows(0, ["t"] * 2), bytes_max=1)
     offer(session, rows(2, ["t"] * 2), bytes_max=1)
-    read = rows(2, ["t"] * 2)
-    session.put_ready(read, session.pick(read))
-    session.behind[S] = 4
-    assert session.caught_up(S, heads) and not session.behind
+    session.take_read(S, 4, [rows(2, ["t"] * 2)], heads[S])
+    assert not session.positions.behind
     assert offer(session, rows(4, ["t"]))
     assert payloads(sent(session)) == [0, 1, 2, 3, 4]
 
 
 def test_not_yet_caught_up_stays_behind():
     session = subscribed("#")
-    session.behind[S] = 3
-    assert not session.caught_up(S, {S: 4})
-    assert session.behind == {S: 3}
+    session.positions.behind[S] = 3
+    assert session.positions.caught_up(S, 4) is None
+    assert session.positions.behind == {S: 3}
 
 
 def test_a_read_that_saw_more_than_was_dispatched_does_not_deliver_it_twice():
     session = subscribed("#")
-    session.behind[S] = 0
-    for first in (0, 3):
-        block = rows(first, ["t"] * 3)  # the log held six messages when it was read
-        session.put_ready(block, session.pick(block))
-    session.behind[S] = 6
-    heads = {S: 2}  # of which the node had dispatched two
-    assert session.caught_up(S, heads)
+    session.positions.behind[S] = 0
+    # The log held six messages when it was read, of which the node had delivered two.
+    session.take_read(S, 6, [rows(first, ["t"] * 3) for first in (0, 3)], 2)
+    assert not session.positions.behind
     offer(session, rows(2, ["t"] * 4))
     assert payloads(sent(session)) == [0, 1, 2, 3, 4, 5]
-    assert session.ready_rows == 0 and session.ready_bytes == 0
+    assert session.outgoing.rows == 0 and session.outgoing.bytes == 0
 
 
 def test_an_older_generation_is_read_to_its_end_before_the_next_is_offered():
     session = subscribed("#")
-    session.behind[S] = 0
+    session.positions.behind[S] = 0
     assert not offer(session, rows(0, ["t"], stream=NEXT_S))
-    assert session.behind == {S: 0, NEXT_S: 0}
-    assert session.next_to_read() == S
-    session.behind[S] = 5
-    assert session.caught_up(S, {S: 5, NEXT_S: 1})
-    assert session.next_to_read() == NEXT_S
+    assert session.positions.behind == {S: 0, NEXT_S: 0}
+    assert session.positions.next_to_read() == S
+    session.positions.behind[S] = 5
+    assert session.positions.caught_up(S, 5) is not None
+    assert session.positions.next_to_read() == NEXT_S
 
 
 def test_with_nothing_behind_there_is_nothing_to_read():
-    assert subscribed("#").next_to_read() is None
+    assert subscribed("#").positions.next_to_read() is None
 
 
 def test_a_read_leaves_out_what_is_under_way():
     session = subscribed("#")
-    session.in_flight = {7: (S, 1, 1), 8: (OTHER, 0, 1), 9: (None, 0, 3)}
-    assert list(session.pick(rows(0, ["t"] * 3))) == [0, 2]
+    session.window.restore(7, Delivery(session.positions.origin(S), 1, 1))
+    session.window.restore(8, Delivery(session.positions.origin(OTHER), 0, 1))
+    session.window.restore(9, Delivery(NOBODY, 0, RELEASED))
+    assert list(session.positions.pick(rows(0, ["t"] * 3), session.window)) == [0, 2]
 
 
 def test_a_read_leaves_out_what_only_an_ended_or_later_subscription_means():
     session = subscribed(Subscription("a", 1, since={S: 2}), Subscription("b", 1))
-    assert list(session.pick(rows(0, ["a", "b", "a", "b"]))) == [1, 2, 3]
+    assert list(session.positions.pick(rows(0, ["a", "b", "a", "b"]), session.window)) == [1, 2, 3]
     session.unsubscribe("b")
-    assert list(session.pick(rows(0, ["a", "a", "a"]))) == [2], "it began at 2, alone or not"
+    assert list(session.positions.pick(rows(0, ["a", "a", "a"]), session.window)) == [2], "it began at 2, alone or not"
 
 
 # -- subscriptions that change ---------------------------------------------------------------------------
@@ -355,14 +356,14 @@ def test_what_waits_for_a_subscription_that_is_gone_is_not_sent():
     assert session.unsubscribe("a") is not None
     found = sent(session)
     assert [one.topic for one in found] == ["b"]
-    assert session.ready_rows == 0 and session.ready_bytes == 0
+    assert session.outgoing.rows == 0 and session.outgoing.bytes == 0
 
 
 def test_after_the_last_subscription_nothing_is_wanted():
     session = subscribed("a")
     offer(session, rows(0, ["a"]))
     session.unsubscribe("a")
-    assert session.wanted is None and sent(session) == []
+    assert session.subscriptions.wanted is None and sent(session) == []
     assert session.unsubscribe("a") is None
 
 
@@ -382,55 +383,55 @@ def test_parking_leaves_what_was_not_sent_to_the_log():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 5))
     sent(session, room=2)
-    session.park({S: 5, OTHER: 7}, sealed=())
-    assert session.behind == {S: 2, OTHER: 7}
-    assert session.ready_rows == 0 and session.ready_bytes == 0 and sent(session) == []
-    assert len(session.in_flight) == 2, "what is under way stays under way"
+    session.detach({S: 5, OTHER: 7}, sealed=())
+    assert session.positions.behind == {S: 2, OTHER: 7}
+    assert session.outgoing.rows == 0 and session.outgoing.bytes == 0 and sent(session) == []
+    assert len(session.window) == 2, "what is under way stays under way"
 
 
 def test_coming_back_with_nothing_new_is_being_live():
     session = subscribed("#")
-    session.park({S: 5, OTHER: 7}, sealed=())
-    session.unpark({S: 5, OTHER: 9}, now=0.0)
-    assert session.behind == {OTHER: 7}
+    session.detach({S: 5, OTHER: 7}, sealed=())
+    session.attach({S: 5, OTHER: 9}, now=0.0)
+    assert session.positions.behind == {OTHER: 7}
 
 
 def test_a_finalised_stream_that_was_read_to_its_end_leaves_nothing_behind():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 3, stream=OTHER))
-    session.park({S: 5, OTHER: 3, NEXT_S: 0}, sealed={S, OTHER})
-    assert session.behind == {OTHER: 0, NEXT_S: 0}
+    session.detach({S: 5, OTHER: 3, NEXT_S: 0}, sealed={S, OTHER})
+    assert session.positions.behind == {OTHER: 0, NEXT_S: 0}
 
 
 def test_a_generation_that_began_while_the_client_was_away_is_read_from_its_beginning():
     session = subscribed("#")
-    session.park({S: 5}, sealed=())
-    session.unpark({S: 6, NEXT_S: 3, Stream("messages", 1, 2): 0}, now=0.0)
-    assert session.behind == {S: 5, NEXT_S: 0}
+    session.detach({S: 5}, sealed=())
+    session.attach({S: 6, NEXT_S: 3, Stream("messages", 1, 2): 0}, now=0.0)
+    assert session.positions.behind == {S: 5, NEXT_S: 0}
 
 
 def test_parking_twice_forgets_no_generation_that_came_in_between():
     session = subscribed("#")
-    session.park({S: 5}, sealed=())
-    session.park({S: 6, NEXT_S: 3}, sealed={S})  # a connection that was gone before it was welcomed
-    session.unpark({S: 6, NEXT_S: 3}, now=0.0)
-    assert session.behind == {S: 5, NEXT_S: 0}
+    session.detach({S: 5}, sealed=())
+    session.detach({S: 6, NEXT_S: 3}, sealed={S})  # a connection that was gone before it was welcomed
+    session.attach({S: 6, NEXT_S: 3}, now=0.0)
+    assert session.positions.behind == {S: 5, NEXT_S: 0}
 
 
 def test_a_stream_of_the_newest_generation_that_was_not_known_yet_is_read_from_its_beginning():
     session = subscribed("#")
-    session.park({S: 5, NEXT_S: 2}, sealed={S})
+    session.detach({S: 5, NEXT_S: 2}, sealed={S})
     late = Stream("messages", 1, 2)
-    session.unpark({S: 5, NEXT_S: 2, late: 3}, now=0.0)
-    assert session.behind == {late: 0}
+    session.attach({S: 5, NEXT_S: 2, late: 3}, now=0.0)
+    assert session.positions.behind == {late: 0}
 
 
 def test_dropped_by_retention_while_away_is_recorded():
     session = subscribed("#")
-    session.park({S: 5}, sealed=())
-    session.unpark({NEXT_S: 2}, now=9.0)
-    assert session.behind == {NEXT_S: 0}
-    assert session.skipped == [Gap(str(S), 5, None, "dropped by retention", 9.0)]
+    session.detach({S: 5}, sealed=())
+    session.attach({NEXT_S: 2}, now=9.0)
+    assert session.positions.behind == {NEXT_S: 0}
+    assert session.positions.gaps == [Gap(str(S), 5, None, "dropped by retention", 9.0)]
 
 
 def test_under_way_comes_again_as_it_was_with_dup_and_its_id():
@@ -439,11 +440,12 @@ def test_under_way_comes_again_as_it_was_with_dup_and_its_id():
     block = rows(0, ["t"], flags=2 | RETAIN, properties=[wire])
     offer(session, block)
     (before,) = sent(session, now=1.0)
-    (again,) = packets(session.encode_again(1, block, 0, 2, V5, 3.0))
+    delivery = session.window.get(1)
+    (again,) = packets(session.outgoing.again(1, delivery, block, 0, V5, 3.0))
     assert again.dup and not before.dup
     assert (again.topic, again.payload, again.qos, again.retain, again.packet_id) == ("t", b"0", 2, True, 1)
     assert again.subscription_identifiers == (4,) and properties.expiry_of(again.properties) == 7
-    (old,) = packets(session.encode_again(1, block, 0, 2, V311, 3.0), V311)
+    (old,) = packets(session.outgoing.again(1, delivery, block, 0, V311, 3.0), V311)
     assert (old.topic, old.payload, old.dup, old.packet_id) == ("t", b"0", True, 1)
 
 
@@ -453,13 +455,13 @@ def test_what_has_expired_or_is_no_longer_wanted_still_comes_again_under_its_id(
     offer(session, block)
     sent(session)
     session.unsubscribe("#")
-    (again,) = packets(session.encode_again(1, block, 0, 1, V5, 100.0))
+    (again,) = packets(session.outgoing.again(1, session.window.get(1), block, 0, V5, 100.0))
     assert (again.packet_id, again.dup, again.qos, again.payload) == (1, True, 1, b"0")
 
 
 def test_after_a_crash_what_may_have_been_sent_is_marked_and_what_is_new_is_not():
     session = subscribed("#")
-    session.dup_below[S] = 2
+    session.positions.dup_below[S] = 2
     offer(session, rows(0, ["t"] * 4, flags=[1, 0, 1, 1]))
     assert [(one.qos, one.dup) for one in sent(session)] == [(1, True), (0, False), (1, False), (1, False)]
 
@@ -473,11 +475,11 @@ def test_a_cursor_passes_no_unacknowledged_message_and_keeps_what_was_acked_abov
     sent(session)
     heads = {S: 6}
     assert cursor_of(session, heads) == Cursor(-1, epoch=1)
-    session.acknowledge([2, 3, 5])
+    session.window.puback([2, 3, 5])
     assert cursor_of(session, heads) == Cursor(-1, [(1, 2), (4, 4)], epoch=1)
-    session.acknowledge([1])
+    session.window.puback([1])
     assert cursor_of(session, heads) == Cursor(2, [(4, 4)], epoch=1)
-    session.acknowledge([4, 6])
+    session.window.puback([4, 6])
     assert cursor_of(session, heads) == Cursor(5, epoch=1)
 
 
@@ -486,9 +488,9 @@ def test_a_cursor_stops_at_what_is_ready_or_behind():
     offer(session, rows(0, ["t"] * 4), bytes_max=1)
     offer(session, rows(4, ["t"] * 4), bytes_max=1)
     heads = {S: 8}
-    session.acknowledge(ids(sent(session, room=3)))
+    session.window.puback(ids(sent(session, room=3)))
     assert cursor_of(session, heads) == Cursor(2, epoch=1)
-    session.acknowledge(ids(sent(session)))
+    session.window.puback(ids(sent(session)))
     assert cursor_of(session, heads) == Cursor(3, epoch=1)
 
 
@@ -501,7 +503,7 @@ def test_what_does_not_match_is_passed_over():
 
 def test_a_subscription_has_nothing_to_say_about_what_was_before_it():
     session = subscribed(Subscription("a", 1), Subscription("b", 1, since={S: 3}))
-    session.behind[S] = 1
+    session.positions.behind[S] = 1
     assert cursor_of(session, {S: 5}, "a") == Cursor(0, epoch=1)
     assert cursor_of(session, {S: 5}, "b") == Cursor(2, epoch=1)
 
@@ -511,25 +513,22 @@ def test_each_ack_makes_its_stream_dirty_and_no_other():
     offer(session, rows(0, ["t"]))
     offer(session, rows(0, ["t"], stream=OTHER))
     sent(session)
-    assert not session.dirty
-    session.acknowledge([2])
-    assert session.dirty == {OTHER}
+    assert not session.positions.dirty
+    session.window.puback([2])
+    assert session.positions.dirty == {OTHER}
 
 
 def resumed(cursor: Cursor, head: int) -> Session:
     """As it comes out of the store: 4 acknowledged, 7..9 as well."""
     session = subscribed("#")
-    session.behind[S] = cursor.floor
-    session.acked[S] = {"#": cursor}
-    session.unpark({S: head}, now=0.0)
+    session.positions.behind[S] = cursor.floor
+    session.positions.acked[S] = {"#": cursor}
+    session.attach({S: head}, now=0.0)
     return session
 
 
 def feed(session: Session, first: int, past: int, heads: dict[Stream, int]) -> None:
-    block = rows(first, ["t"] * (past - first))
-    session.put_ready(block, session.pick(block))
-    session.behind[S] = past
-    session.caught_up(S, heads)
+    session.take_read(S, past, [rows(first, ["t"] * (past - first))], heads[S])
 
 
 def test_acked_ranges_are_not_sent_again_and_not_lost_while_others_wait():
@@ -538,23 +537,24 @@ def test_acked_ranges_are_not_sent_again_and_not_lost_while_others_wait():
     feed(session, 5, 12, heads)
     assert cursor_of(session, heads) == Cursor(4, [(7, 9)], epoch=1), "reading on takes nothing back"
     assert payloads(sent(session, room=1)) == [5]
-    session.acknowledge([1])
+    session.window.puback([1])
     assert cursor_of(session, heads) == Cursor(5, [(7, 9)], epoch=1)
-    session.park(heads, sealed=())
-    session.unpark(heads, now=0.0)
-    assert session.behind == {S: 6}
+    session.detach(heads, sealed=())
+    session.attach(heads, now=0.0)
+    assert session.positions.behind == {S: 6}
     feed(session, 6, 12, heads)
     found = sent(session)
     assert payloads(found) == [6, 10, 11], "acknowledged before the restart, and still"
-    session.acknowledge(ids(found))
+    session.window.puback(ids(found))
     assert cursor_of(session, heads) == Cursor(11, epoch=1)
 
 
 def test_under_way_and_acked_before_the_log_was_read_again_is_not_sent_again():
     session = resumed(Cursor(4, [(7, 9)], epoch=1), head=12)
-    session.in_flight = {1: (S, 5, 1), 2: (S, 6, 2)}
-    session.acknowledge([1])
-    session.received_by_client(2)
+    session.window.restore(1, Delivery(session.positions.origin(S), 5, 1))
+    session.window.restore(2, Delivery(session.positions.origin(S), 6, 2))
+    session.window.puback([1])
+    session.window.pubrec(2)
     heads = {S: 12}
     assert cursor_of(session, heads) == Cursor(9, epoch=1)
     feed(session, 5, 12, heads)
@@ -563,13 +563,13 @@ def test_under_way_and_acked_before_the_log_was_read_again_is_not_sent_again():
 
 def test_what_one_subscription_acked_counts_for_that_subscription_only():
     session = subscribed(Subscription("a", 1, since={S: 2}), Subscription("+", 1))
-    session.behind[S] = 0
-    session.acked[S] = {"a": Cursor(1, [(3, 3)], epoch=1), "+": Cursor(-1, epoch=1)}
-    session.unpark({S: 5}, now=0.0)
+    session.positions.behind[S] = 0
+    session.positions.acked[S] = {"a": Cursor(1, [(3, 3)], epoch=1), "+": Cursor(-1, epoch=1)}
+    session.attach({S: 5}, now=0.0)
     block = rows(0, ["a", "b", "a", "a", "b"])
-    assert list(session.pick(block)) == [0, 1, 2, 3, 4]
+    assert list(session.positions.pick(block, session.window)) == [0, 1, 2, 3, 4]
     session.unsubscribe("+")
-    assert list(session.pick(block)) == [2], "without the one that began at the beginning, 3 is acknowledged"
+    assert list(session.positions.pick(block, session.window)) == [2], "3 is acknowledged for a"
 
 
 def test_positions_are_heads_where_nothing_waits():

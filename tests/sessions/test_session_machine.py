@@ -16,11 +16,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from holdfast.cursors import Cursor, cursor_key
-from holdfast.metadata import open_metadata
+from holdfast.cursors import Cursor
+from holdfast.keys import session_cursor_key
 from holdfast.model import Batch, Stream
-from holdfast.runtime.keeper import Keeper, SessionRecord, record_of, subscription_name
-from holdfast.sessions.session import RELEASED, Rows, Session, Subscription
+from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
+from holdfast.sessions.positions import StreamOrigin
+from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.window import RELEASED, Pubrec
+from holdfast.store import open_metadata
 from holdfast.topics import match
 
 SHARDS = 2
@@ -107,9 +112,9 @@ class SessionMachine(RuleBasedStateMachine):
         first, past = self.heads.setdefault(stream, 0), len(self.log[stream])
         self.heads[stream] = past
         session = self.session
-        if first < past and self.connected and session is not None and session.wanted is not None:
+        if first < past and self.connected and session is not None and session.subscriptions.wanted is not None:
             block = self.rows(stream, range(first, past))
-            picks = [at for at, topic in enumerate(block.topics) if session.wanted.matches(topic)]
+            picks = [at for at, topic in enumerate(block.topics) if session.subscriptions.wanted.matches(topic)]
             if picks:
                 session.offer(block, picks, NO_LIMIT if room else 1)
 
@@ -133,7 +138,7 @@ class SessionMachine(RuleBasedStateMachine):
             session = self.keeper.restore(self.record, dict(self.heads))
         if session is None:
             session = Session("me", 100, epoch=0)
-            session.generation = max(s.generation for s in self.heads)
+            session.positions.generation = max(s.generation for s in self.heads)
         session.epoch += 1
         self.session = session
         self.save_record(connected=True)
@@ -141,9 +146,9 @@ class SessionMachine(RuleBasedStateMachine):
             for stream in self.log:
                 self.dispatch(stream)
         if fails:  # gone before it was welcomed
-            session.park(self.heads, self.sealed)
+            session.detach(self.heads, self.sealed)
             return
-        session.unpark(self.heads, 0.0)
+        session.attach(self.heads, 0.0)
         self.connected, self.last_sent = True, {}
 
     @precondition(lambda self: self.connected)
@@ -151,13 +156,13 @@ class SessionMachine(RuleBasedStateMachine):
     def disconnect(self, saved: bool) -> None:
         assert self.session is not None
         self.connected = False
-        self.session.park(self.heads, self.sealed)
-        self.session.dirty.update(self.session.behind)
+        self.session.detach(self.heads, self.sealed)
+        self.session.positions.dirty.update(self.session.positions.behind)
         if saved:
             self.flush()
             self.save_record(connected=False)
 
-    @precondition(lambda self: self.session is not None and len(self.session.in_flight) > 2)
+    @precondition(lambda self: self.session is not None and len(self.session.window) > 2)
     @rule()
     def crash(self) -> None:
         """The node is killed, and started again."""
@@ -201,7 +206,7 @@ class SessionMachine(RuleBasedStateMachine):
             subscription.since = dict(self.heads)
             self.starts[filter_text] = dict(self.heads)
             if not self.session.subscriptions:
-                self.session.behind.clear()
+                self.session.positions.behind.clear()
         self.session.subscribe(subscription)
         self.save_record(connected=True)
 
@@ -218,28 +223,25 @@ class SessionMachine(RuleBasedStateMachine):
 
     # -- the data path ------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.connected and self.session.behind and self.session.wanted)
+    @precondition(lambda self: self.connected and self.session.positions.behind and self.session.subscriptions.wanted)
     @rule(limit=st.integers(1, 4))
     def read(self, limit: int) -> None:
         session = self.session
-        assert session is not None and session.wanted is not None
-        stream = session.next_to_read()
+        assert session is not None and session.subscriptions.wanted is not None
+        stream = session.positions.next_to_read()
         assert stream is not None
-        at, messages = session.behind[stream], self.log[stream]
-        found = [o for o in range(at, len(messages)) if session.wanted.matches(messages[o][0])]
+        at, messages = session.positions.behind[stream], self.log[stream]
+        found = [o for o in range(at, len(messages)) if session.subscriptions.wanted.matches(messages[o][0])]
         past = found[limit - 1] + 1 if len(found) >= limit else len(messages)
         block = self.rows(stream, found[:limit])
-        session.put_ready(block, session.pick(block))
-        session.behind[stream] = past
-        session.caught_up(stream, self.heads)
-        session.dirty.add(stream)
+        session.take_read(stream, past, [block], self.heads.get(stream))
 
-    @precondition(lambda self: self.connected and self.session.ready_rows)
+    @precondition(lambda self: self.connected and self.session.outgoing.rows)
     @rule(room=st.integers(1, 6))
     def send(self, room: int) -> None:
         assert self.session is not None
         out: list[bytes] = []
-        self.session.take(out, room, NO_LIMIT, 5, NO_LIMIT, 0.0)
+        self.session.outgoing.take(out, room, NO_LIMIT, 5, NO_LIMIT, 0.0)
         for packet in packets(b"".join(out)):
             name, offset = packet.payload.decode().split(" ")
             place = (Stream.parse(name), int(offset))
@@ -257,45 +259,45 @@ class SessionMachine(RuleBasedStateMachine):
     def wanted(self, topic: str, place: Place) -> bool:
         return any(match(text, topic) and at.get(place[0], 0) <= place[1] for text, at in self.starts.items())
 
-    @precondition(lambda self: self.connected and self.session.in_flight)
+    @precondition(lambda self: self.connected and len(self.session.window))
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
         assert self.session is not None
-        under_way = sorted(self.session.in_flight)
+        under_way = [packet_id for packet_id, _ in self.session.window]
         for packet_id in data.draw(st.lists(st.sampled_from(under_way), unique=True, min_size=1)):
             self.answer(packet_id)
 
     def answer(self, packet_id: int) -> None:
         session = self.session
         assert session is not None
-        place, offset, qos = session.in_flight[packet_id]
+        origin, offset, qos = session.window.get(packet_id)
         if qos == RELEASED:
-            assert session.complete(packet_id)
+            assert session.window.pubcomp(packet_id)
             return
         if qos == 2:
-            assert session.received_by_client(packet_id) == "release"
+            assert session.window.pubrec(packet_id) is Pubrec.RELEASE
         else:
-            assert session.acknowledge([packet_id]) is None
-        self.took((place, offset))
+            assert session.window.puback([packet_id]) is None
+        self.took((origin.stream, offset))
 
     def took(self, place: Place) -> None:
         self.acked.add(place)
         self.ever_acked.add(place)
 
-    @precondition(lambda self: self.session is not None and self.session.dirty)
+    @precondition(lambda self: self.session is not None and self.session.positions.dirty)
     @rule()
     def flush(self) -> None:
         assert self.session is not None
-        dirty = set(self.session.dirty)
+        dirty = set(self.session.positions.dirty)
         self.loop.run_until_complete(self.keeper.flush([self.session], self.heads))
-        assert not self.session.dirty
+        assert not self.session.positions.dirty
         self.flushed = set(self.acked)
         for filter_text in self.starts:
             for stream in dirty & self.heads.keys():
                 self.check_stored(filter_text, stream)
 
     def check_stored(self, filter_text: str, stream: Stream) -> None:
-        entry = self.metadata.get(cursor_key("messages", stream, subscription_name("me", filter_text)))
+        entry = self.metadata.get(session_cursor_key(stream, "me", filter_text))
         assert entry is not None
         cursor = Cursor.from_json(entry.value)
         before = self.stored.get((filter_text, stream))
@@ -310,9 +312,9 @@ class SessionMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         session = self.session
         if session is not None:
-            assert session.ready_rows == sum(len(item[1]) - item[2] for item in session._ready)
-            assert (session.ready_bytes == 0) == (session.ready_rows == 0)
-            taken = [(s, o) for s, o, _ in session.in_flight.values() if isinstance(s, Stream)]
+            assert session.outgoing.rows == sum(len(w.picks) - w.at for w in session.outgoing._queue)
+            assert (session.outgoing.bytes == 0) == (session.outgoing.rows == 0)
+            taken = [(d.origin, d.offset) for _, d in session.window if isinstance(d.origin, StreamOrigin)]
             assert len(set(taken)) == len(taken), "one message under two packet ids"
 
     def settle(self) -> None:
@@ -323,11 +325,13 @@ class SessionMachine(RuleBasedStateMachine):
         assert session is not None
         for stream in self.log:
             self.dispatch(stream)
-        while session.ready_rows or session.in_flight or (session.behind and session.wanted):
-            if session.behind and session.wanted:
+        while (
+            session.outgoing.rows or len(session.window) or (session.positions.behind and session.subscriptions.wanted)
+        ):
+            if session.positions.behind and session.subscriptions.wanted:
                 self.read(limit=3)
             self.send(room=6)
-            for packet_id in list(session.in_flight):
+            for packet_id in [i for i, _ in session.window]:
                 self.answer(packet_id)
         missing = defaultdict(list)
         for stream, messages in self.log.items():

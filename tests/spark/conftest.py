@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import holdfast
 from holdfast import Batch, Log
+from holdfast.store import Store, open_store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -67,7 +67,8 @@ class Fleet:
 
     def __init__(self, url: str, shards: int = 4, publishers: int = 20):
         self.url, self.publishers = url, publishers
-        self.log: Log = holdfast.open(url)
+        self.store: Store = open_store(url)
+        self.log: Log = self.store.log()
         self.log.create("messages", shards)
         self.count = 0
 
@@ -106,7 +107,7 @@ class Fleet:
                 last[name] = int(payload)
 
     def close(self) -> None:
-        self.log.close()
+        self.store.close()
 
 
 @pytest.fixture

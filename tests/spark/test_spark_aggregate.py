@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from holdfast import Batch
 from holdfast.errors import RequestError
-from holdfast.log.manifest import Manifest
 from holdfast.model import Message
 from holdfast.spark import AggregateOptions, LakeOptions, Runner, RunOptions, aggregate, rebuild
 from holdfast.spark.jobs import aggregate as job
@@ -166,7 +165,7 @@ def test_jobs_are_kept_going(
     for _ in range(2):
         fleet.publish(100)
         soon(lambda: "made" in fleet.log.logs() and fleet.total("made") == fleet.count)
-        soon(lambda: Manifest(fleet.log).totals("messages")[1] == fleet.count)
+        soon(lambda: fleet.log.manifest.totals("messages")[1] == fleet.count)
     soon(lambda: runner.progress()["aggregate made"].messages == 200)
     registry = CollectorRegistry()
     registry.register(runner)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import holdfast
 from holdfast import Batch
-from holdfast.log.manifest import Manifest
 from node import holdfast_command
 from processes import wait_for
 
@@ -25,7 +24,7 @@ def test_jobs_from_a_file_run_until_stopped(tmp_path: Path) -> None:
         log.append("messages", Batch(["v/1/t"] * 50, [b"1"] * 50, "v1"))
         process = subprocess.Popen([holdfast_command(), "pipeline", "run", str(jobs), "--master", "local[2]"])
         try:
-            wait_for(lambda: Manifest(log).totals("messages")[1] == 50, 120, "the lake was filled")
+            wait_for(lambda: log.manifest.totals("messages")[1] == 50, 120, "the lake was filled")
             wait_for(
                 lambda: "trips" in log.logs() and sum(h.next_offset for h in log.heads("trips")) == 50, 120, "trips"
             )

@@ -10,7 +10,6 @@ from pathlib import Path
 import pyspark
 from driver_processes import DRIVER, process
 
-from holdfast.log.manifest import Manifest
 from holdfast.spark import java
 from servers import _free_ports
 
@@ -52,6 +51,6 @@ def test_a_real_cluster(postgres_url: str, tmp_path: Path) -> None:
     fleet.check("killed", 400)
     assert (folder / "killed").exists()
     assert len(list((folder / "attempts-3").iterdir())) > 1, "no speculative attempt was made"
-    assert Manifest(fleet.log).totals("messages")[1] == 5000
+    assert fleet.log.manifest.totals("messages")[1] == 5000
     assert [g.number for g in fleet.log.generations("messages")] == [2]
     fleet.close()

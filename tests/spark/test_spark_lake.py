@@ -13,10 +13,10 @@ import pytest
 from holdfast.errors import RequestError, StoreError
 from holdfast.log import history, retention
 from holdfast.log.history import History
-from holdfast.log.manifest import Manifest
 from holdfast.log.retention import RetentionSettings
 from holdfast.spark import LakeOptions, Progress, lake, relocate
 from holdfast.spark.jobs import lake as job
+from holdfast.store.in_sql.manifest import SqlManifest
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -134,7 +134,7 @@ def test_retention_waits_for_the_lake(small_fleet: Fleet, export: Callable[..., 
     retention.maintain(small_fleet.log, settings)
     assert [g.number for g in small_fleet.log.generations("messages")] == [1, 2], "not verified: kept"
     export(small_fleet)
-    assert Manifest(small_fleet.log).verified("messages") == {1}
+    assert small_fleet.log.manifest.verified("messages") == {1}
     retention.maintain(small_fleet.log, settings)
     assert [g.number for g in small_fleet.log.generations("messages")] == [2]
 
@@ -143,8 +143,8 @@ def test_a_difference_is_found(spark: SparkSession, small_fleet: Fleet, export: 
     small_fleet.publish(100)
     export(small_fleet)
     small_fleet.log.seal("messages")
-    (path,) = Manifest(small_fleet.log).paths("messages")
-    root = Manifest(small_fleet.log).root("messages")
+    (path,) = small_fleet.log.manifest.paths("messages")
+    root = small_fleet.log.manifest.root("messages")
     table = pq.ParquetFile(f"{root}/{path}").read()
     topics = table["topic"].to_pylist()
     topics[7] = "vehicle/v0/other"
@@ -162,8 +162,8 @@ def test_strays_are_ignored_and_swept(small_fleet: Fleet, export: Callable[..., 
     stray = real.with_name("stray.parquet")
     stray.write_bytes(real.read_bytes())
     assert len(history_of(small_fleet)) == 100
-    assert job.sweep(small_fleet.log, "messages") == 0, "it may be somebody's work"
-    assert job.sweep(small_fleet.log, "messages", older_than_seconds=-10) == 1
+    assert job.sweep(small_fleet.log.manifest, "messages") == 0, "it may be somebody's work"
+    assert job.sweep(small_fleet.log.manifest, "messages", older_than_seconds=-10) == 1
     assert real.exists()
     assert not stray.exists()
 
@@ -174,14 +174,14 @@ def test_two_exports_at_once_do_not_double(
     fleet.publish(200)
     export(fleet)
     fleet.publish(200)
-    commit = Manifest.commit
+    commit = SqlManifest.commit
 
-    def late(self: Manifest, *arguments: object) -> None:
-        monkeypatch.setattr(Manifest, "commit", commit)
+    def late(self: SqlManifest, *arguments: object) -> None:
+        monkeypatch.setattr(SqlManifest, "commit", commit)
         export(fleet)  # another has done it all, just before us
         commit(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Manifest, "commit", late)
+    monkeypatch.setattr(SqlManifest, "commit", late)
     export(fleet)
     assert sorted(int(row[4]) for row in history_of(fleet)) == list(range(400))  # type: ignore[call-overload]
 
@@ -189,8 +189,8 @@ def test_two_exports_at_once_do_not_double(
 def test_a_damaged_file_is_named(small_fleet: Fleet, export: Callable[..., Progress]) -> None:
     small_fleet.publish(100)
     export(small_fleet)
-    (path,) = Manifest(small_fleet.log).paths("messages")
-    file = Path(str(Manifest(small_fleet.log).root("messages"))) / path
+    (path,) = small_fleet.log.manifest.paths("messages")
+    file = Path(str(small_fleet.log.manifest.root("messages"))) / path
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 0xFF
     file.write_bytes(data)
@@ -222,7 +222,7 @@ def test_it_goes_on_until_it_is_stopped(
     ends: list[Progress] = []
     thread = threading.Thread(target=lambda: ends.append(lake(options, spark=spark, stop=stop)))
     thread.start()
-    manifest = Manifest(small_fleet.log)
+    manifest = small_fleet.log.manifest
     for _ in range(3):
         small_fleet.publish(100)
         soon(lambda: manifest.totals("messages")[1] == small_fleet.count)

@@ -13,7 +13,6 @@ from pyspark.sql import functions as f
 
 import holdfast
 from holdfast import Log
-from holdfast.log.staging import staging_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -39,7 +38,7 @@ def write(frame: DataFrame, store: str, log: str = "copy", **options: str) -> No
 
 def left_behind(log: Log) -> tuple[int, int]:
     """Staged rows, and bodies that no block refers to."""
-    store = log.backend.store  # type: ignore[attr-defined]
+    store = log.backend.database  # type: ignore[attr-defined]
     with store.read() as db:
         staged = db.execute("select count(*) from staged").fetchone()[0]
         unused = "id not in (select body from blocks) and length(data) > 0"  # an empty one only holds its number
@@ -92,7 +91,7 @@ def test_a_named_write_lands_once(spark: SparkSession, fleet: Fleet) -> None:
     fleet.check("copy", 100)
     write(messages(spark, 100), fleet.url, writeId="load 7", writeBatch="1", position="there")
     assert fleet.total("copy") == 200
-    assert staging_of(fleet.log).landed("copy", "load 7") == (1, "there")
+    assert fleet.store.staging().landed("copy", "load 7") == (1, "there")
     write(messages(spark, 100), fleet.url, writeId="load 8")
     write(messages(spark, 100), fleet.url)
     assert fleet.total("copy") == 400
@@ -151,7 +150,7 @@ def test_a_job_with_one_failing_task_is_not_seen(spark: SparkSession, fleet: Fle
         write(frame, fleet.url, writeId="job")
     fleet.check("copy", 300)
     # A truncated sibling may have staged after the abort; age is what sweeps that.
-    staging_of(fleet.log).sweep(fleet.log.clock() + 1)
+    fleet.store.staging().sweep(fleet.log.clock() + 1)
     assert left_behind(fleet.log) == (0, 0)
     fleet.check("copy", 300)
 
@@ -190,7 +189,7 @@ def test_what_was_swept_is_not_half_published(spark: SparkSession, fleet: Fleet)
     writer = LogWriter(options, messages(spark, 1).schema, overwrite=False)
     arrow = messages(spark, 100).toArrow().combine_chunks().to_batches()
     staged = [writer.stage(iter(arrow), writer.batch) for _ in range(2)]
-    staging_of(fleet.log).forget(writer.batch, [staged[0].task.name])
+    fleet.store.staging().forget(writer.batch, [staged[0].task.name])
     with pytest.raises(holdfast.RequestError, match="run the job again"):
         writer.publish([*staged])
     assert fleet.total("messages") == 0

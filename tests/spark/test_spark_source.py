@@ -11,7 +11,7 @@ import pytest
 from holdfast import Batch, Stream
 from holdfast.log import retention
 from holdfast.spark.schema import SCHEMA
-from holdfast.store.sqlite import SqliteStore
+from holdfast.store.sqlite.database import SqliteDatabase
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -190,8 +190,8 @@ def test_a_server_that_is_not_there_is_one_line(read: Reader, says: Says) -> Non
 
 def test_a_corrupt_block_is_named(small_fleet: Fleet, read: Reader, says: Callable[..., Any]) -> None:
     small_fleet.publish(100)
-    store = small_fleet.log.backend.store  # type: ignore[attr-defined]
-    assert isinstance(store, SqliteStore)
+    store = small_fleet.log.backend.database  # type: ignore[attr-defined]
+    assert isinstance(store, SqliteDatabase)
     with store.write() as db:
         db.execute("update bodies set data = cast(substr(data, 1, length(data) - 1) || x'ff' as blob) where id = 1")
     assert "does not match its checksum" in says(lambda: read(small_fleet.url).collect())

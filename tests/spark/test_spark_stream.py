@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from holdfast.cursors.cursor import Cursor, cursor_key
-from holdfast.metadata import open_metadata
+from holdfast.cursors.cursor import Cursor
+from holdfast.keys import named_cursor_key
 from holdfast.model import Stream
+from holdfast.store import open_metadata
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -131,7 +132,7 @@ def test_a_named_cursor(fleet: Fleet, stream: Callable[..., DataFrame], tmp_path
     finish(copy(stream(fleet.url, **options), fleet.url, tmp_path / "one", once=True))
     with open_metadata(fleet.url) as metadata:
         for head in fleet.log.heads("messages"):
-            entry = metadata.get(cursor_key("messages", head.stream, "bill/ing"))
+            entry = metadata.get(named_cursor_key(head.stream, "bill/ing"))
             assert entry is not None
             assert Cursor.from_json(entry.value).floor == head.next_offset
     fleet.publish(100)
@@ -143,8 +144,8 @@ def test_a_named_cursor(fleet: Fleet, stream: Callable[..., DataFrame], tmp_path
     finish(copy(stream(fleet.url, **options), fleet.url, tmp_path / "other", once=True))
     with open_metadata(fleet.url) as metadata:
         left = set(metadata.list("/holdfast/subscriptions/"))
-    assert cursor_key("messages", Stream("messages", 0, 1), "bill/ing") not in left, "finished streams leave nothing"
-    assert cursor_key("messages", Stream("messages", 0, 2), "bill/ing") in left
+    assert named_cursor_key(Stream("messages", 0, 1), "bill/ing") not in left, "finished streams leave nothing"
+    assert named_cursor_key(Stream("messages", 0, 2), "bill/ing") in left
 
 
 def test_what_is_gone_is_an_error_or_skipped_as_told(

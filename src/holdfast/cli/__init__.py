@@ -92,7 +92,7 @@ def sim(
 @log_app.command("ls")
 def log_ls(store: Store = DEFAULT_STORE, json: AsJson = False) -> None:
     """Every log of the store, with what it shards by."""
-    from holdfast.log import open_log
+    from holdfast.store import open_log
 
     with open_log(store) as log:
         rows = [
@@ -111,7 +111,7 @@ def log_ls(store: Store = DEFAULT_STORE, json: AsJson = False) -> None:
 def log_show(name: LogName = "messages", store: Store = DEFAULT_STORE, json: AsJson = False) -> None:
     """The streams of a log: messages, bytes, oldest and newest."""
     from holdfast import ops
-    from holdfast.log import open_log
+    from holdfast.store import open_log
 
     with open_log(store) as log:
         output.table(ops.streams(log, name), json)
@@ -128,8 +128,8 @@ def log_read(
 ) -> None:
     """Read messages, oldest first."""
     from holdfast import ops
-    from holdfast.log import open_log
     from holdfast.model import parse_start
+    from holdfast.store import open_log
 
     with open_log(store) as log:
         output.table(ops.messages(log, name, filter_, parse_start(start), limit), json)
@@ -142,7 +142,7 @@ def log_seal(
     shards: Annotated[int | None, typer.Option(min=1, help="Shards of the next generation.")] = None,
 ) -> None:
     """End the open generation and begin the next."""
-    from holdfast.log import open_log
+    from holdfast.store import open_log
 
     with open_log(store) as log:
         opened = log.seal(name, shards)
@@ -152,8 +152,8 @@ def log_seal(
 @log_app.command("maintain")
 def log_maintain(store: Store = DEFAULT_STORE) -> None:
     """Merge small blocks, index full ones, free what was dropped: one round (a node does this by itself)."""
-    from holdfast.log import open_log
     from holdfast.log.retention import maintain
+    from holdfast.store import open_log
 
     with open_log(store) as log:
         done = maintain(log)

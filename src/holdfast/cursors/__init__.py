@@ -1,5 +1,5 @@
 """Cursors: how far a subscription has come in a stream."""
 
-from holdfast.cursors.cursor import Cursor, Range, cursor_key
+from holdfast.cursors.cursor import Cursor, Range
 
-__all__ = ["Cursor", "Range", "cursor_key"]
+__all__ = ["Cursor", "Range"]

@@ -19,7 +19,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from holdfast.errors import RequestError, StaleEpoch
-from holdfast.model import Stream
 
 Range = tuple[int, int]
 """Offsets from the first to the last, both included."""
@@ -196,17 +195,6 @@ class Cursor:
     def __repr__(self) -> str:
         above = "".join(f" +{first}..{last}" for first, last in self.acked)
         return f"<{self.offset}{above} e{self.epoch}>"
-
-
-def cursor_key(log: str, stream: Stream | str, subscription: str) -> str:
-    """Where a cursor is kept in the metadata store."""
-    parts = "/".join(_path_part(part) for part in (log, str(stream), subscription))
-    return f"/holdfast/subscriptions/{parts}/cursor"
-
-
-def _path_part(text: str) -> str:
-    # '%' as well as '/', so that two different names never share a key.
-    return text.replace("%", "%25").replace("/", "%2F")
 
 
 def _whole(value: dict[str, object], name: str, *, least: int, default: int | None = None) -> int:

@@ -1,17 +1,18 @@
 """When cursors are saved and what a save may change: forward only, fenced by epoch, never resurrecting.
 
-Dirty cursors of a node go in one transaction. A failed save leaves them dirty; a cursor whose key somebody else
-changed is read again, merged if its epoch allows, and tried once more; one that was deleted stays deleted.
+Sessions and Spark's queries save through it alike. Dirty cursors go in one transaction. A failed save leaves them
+dirty; a cursor whose key somebody else changed is read again, merged if its epoch allows, and tried once more; one
+that was deleted stays deleted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from holdfast.cursors.cursor import Cursor
 from holdfast.errors import RequestError, StaleEpoch
-from holdfast.metadata import Delete, Metadata, Put, VersionMismatch
+from holdfast.metadata import Delete, Entry, Metadata, Put, VersionMismatch
 
 logger = logging.getLogger("holdfast.cursors")
 
@@ -29,6 +30,13 @@ class CursorStore:
         if entry is None:
             self._versions.pop(key, None)
             return None
+        return self._read(key, entry)
+
+    def load_all(self, prefix: str, ours: Callable[[str], bool]) -> dict[str, Cursor]:
+        """Those of the stored cursors under this prefix whose keys are ours."""
+        return {key: self._read(key, entry) for key, entry in self._metadata.list(prefix).items() if ours(key)}
+
+    def _read(self, key: str, entry: Entry) -> Cursor:
         self._versions[key] = entry.version
         try:
             return Cursor.from_json(entry.value)

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from holdfast.cursors import cursor_key
 from holdfast.errors import RequestError
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
 from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Policy, check_key
+from holdfast.keys import progress_key, record_key
 from holdfast.model import Stream
 
 Order = Literal["strict", "parallel"]
@@ -117,23 +117,6 @@ def expired(data: bytes, now_seconds: float) -> bool:
         raise RequestError(f"group record {data[:80]!r} is damaged: {error!r}") from error
 
 
-def record_key(group: GroupId) -> str:
-    return f"/holdfast/groups/{_part(str(group))}/record"
-
-
-def claim_key(group: GroupId) -> str:
-    return f"/holdfast/groups/{_part(str(group))}/claim"
-
-
-def subscription_name(group: GroupId) -> str:
-    """How the group's cursors are filed among all subscriptions."""
-    return f"group:{group}"
-
-
-def progress_key(group: GroupId, stream: Stream) -> str:
-    return cursor_key(stream.log, stream, subscription_name(group))
-
-
 def stored(save: Save, now_seconds: float) -> tuple[dict[str, bytes], list[str]]:
     """A `Save` as keys to put and keys to delete. The record's key comes first in either.
 
@@ -156,7 +139,3 @@ def loaded(group: GroupId, stream: Stream, data: bytes) -> StreamProgress:
         return StreamProgress.from_json(stream, data)
     except RequestError as error:
         raise RequestError(f"group {group}: {error}") from error
-
-
-def _part(text: str) -> str:
-    return text.replace("%", "%25").replace("/", "%2F")

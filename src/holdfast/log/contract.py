@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from holdfast.errors import PreconditionFailed
+from holdfast.errors import PreconditionFailed, RequestError
 from holdfast.model import Micros, Stream
 
 if TYPE_CHECKING:
@@ -79,6 +79,13 @@ class Key(NamedTuple):
 
     writer: str
     sequence: int
+
+
+class GenerationSealed(RequestError):
+    """The generation takes no more blocks; the next one does."""
+
+    def __init__(self, log: str, generation: int):
+        super().__init__(f"generation {generation} of log {log!r} is sealed")
 
 
 class Landed(NamedTuple):
@@ -278,5 +285,3 @@ class Backend(Protocol):
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Per log, messages ever appended to the kept streams, and a number that changes with seals and drops."""
-
-    def close(self) -> None: ...

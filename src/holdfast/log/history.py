@@ -21,7 +21,6 @@ from holdfast.errors import RequestError, StoreError, UnknownStream
 from holdfast.log import blocks
 from holdfast.log.contract import Chunk, Head, Reading
 from holdfast.log.log import BYTES_MAX, ROWS_MAX, Log
-from holdfast.log.manifest import Manifest
 from holdfast.model import RETAIN, Micros, Stream
 from holdfast.topics import TopicFilter, Wanted
 
@@ -127,11 +126,7 @@ class History:
     """The lake of a store's logs. Cheap to make; loaded files are shared by all of a process."""
 
     def __init__(self, log: Log, root: str | None = None):
-        self._manifest: Manifest | None
-        try:
-            self._manifest = Manifest(log)
-        except RequestError:
-            self._manifest = None  # a store in memory has no lake
+        self._manifest = log.manifest
         self._root = root
 
     def heads(self, log: str) -> list[Head]:

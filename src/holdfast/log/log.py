@@ -1,7 +1,6 @@
 """The log as everyone uses it: append batches, read streams, seal generations, hear of appends.
 
-The same code over every store; what differs between stores stands in `memory.py`, `sqlite.py` and
-`postgres.py` behind the seam in `contract.py`.
+The same code over every store; what differs between stores is behind the seam in `contract.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from holdfast.log.contract import (
     Retained,
     Skipped,
 )
+from holdfast.log.manifest import Manifest
 from holdfast.log.plan import Planner
 from holdfast.log.watch import LogWatch, Watcher
 from holdfast.model import (
@@ -59,9 +59,20 @@ _TOPICS_REMEMBERED = 500_000
 class Log:
     """Every log of one store. Safe to use from several threads."""
 
-    def __init__(self, backend: Backend, watcher: Watcher, clock: Callable[[], Micros] = now_micros):
+    def __init__(
+        self,
+        backend: Backend,
+        watcher: Watcher,
+        *,
+        manifest: Manifest | None = None,
+        on_close: Callable[[], None],
+        clock: Callable[[], Micros] = now_micros,
+    ):
         self.backend = backend
+        self.manifest = manifest
+        """What the lake holds of these logs; None where the store can have no lake."""
         self.clock = clock
+        self._on_close = on_close
         self.cache = BlockCache()
         self._watcher = watcher
         self._planner = Planner(backend)
@@ -399,8 +410,8 @@ class Log:
         return self._watcher.add(callback)
 
     def close(self) -> None:
-        self._watcher.close()
-        self.backend.close()
+        """Close the store, and with it everything got from it."""
+        self._on_close()
 
     def __enter__(self) -> Log:
         return self

@@ -88,7 +88,7 @@ class BatchMembers:
 
     # -- listening ---------------------------------------------------------------------------------------
 
-    def listen(self, connection: Connection, topic: str, start: Start | None, key: Key | None) -> int:
+    def subscribe(self, connection: Connection, topic: str, start: Start | None, key: Key | None) -> int:
         """A SUBSCRIBE to a control topic; what the SUBACK says."""
         if not self._host.node.settings.groups.enabled:
             return Reason.SHARED_SUBSCRIPTIONS_NOT_SUPPORTED
@@ -107,19 +107,18 @@ class BatchMembers:
         if name not in self._places and mine >= limits.subscriptions_max:
             return Reason.QUOTA_EXCEEDED
         self._places[name] = BatchPlace(connection, topic, start, key)
-        connection.has_batch_members = True
         return Reason.GRANTED_QOS_0
 
-    def unlisten(self, connection: Connection, topic: str) -> bool:
+    def unsubscribe(self, connection: Connection, topic: str) -> bool:
         """An UNSUBSCRIBE; whether there was such a subscription."""
         gone = [name for name, p in self._places.items() if p.connection is connection and p.topic == topic]
         for name in gone:
             del self._places[name]
         return bool(gone)
 
-    def forget(self, connection: Connection) -> None:
+    def gone(self, connection: Connection) -> None:
         """The connection is over."""
-        if connection.has_batch_members:
+        if self._places:
             self._places = {name: p for name, p in self._places.items() if p.connection is not connection}
             if not self._places:
                 self._leaders.clear()
@@ -136,7 +135,7 @@ class BatchMembers:
 
     # -- from the client ---------------------------------------------------------------------------------
 
-    def hear(self, connection: Connection, topic: str, payload: bytes) -> tuple[int, str]:
+    def publish(self, connection: Connection, topic: str, payload: bytes) -> tuple[int, str]:
         """A PUBLISH to a control topic; what the PUBACK says, and why."""
         try:
             way = Way.parse(topic)
@@ -207,7 +206,7 @@ class BatchMembers:
             return
         if isinstance(message, m.LeaseStreams):
             self._leaders[GroupId.parse(message.leader.name)] = message.leader
-        place.connection.tell(place.topic, wire.encode(message))
+        place.connection.send_control(place.topic, wire.encode(message))
 
 
 def _name(client_id: str, group: GroupId) -> str:

@@ -12,10 +12,11 @@ from holdfast.errors import HoldfastError, RequestError
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId, Key, Policy
 from holdfast.groups.protocol.view import GroupView, StreamHead, first_unacked
-from holdfast.groups.record import GroupRecord, expired, record_key
+from holdfast.groups.record import GroupRecord, expired
+from holdfast.keys import GROUPS, is_record, record_key
 from holdfast.machine import Address
 from holdfast.model import At, Beginning, Next, Start, Stream
-from holdfast.runtime.dispatch import rows_of
+from holdfast.runtime.delivery import rows_of
 from holdfast.runtime.ingest import LOG
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class GroupAdmin:
 
     async def groups(self) -> list[GroupRecord]:
         """Every declared group."""
-        entries = await self._host.off(self._host.metadata.list, "/holdfast/groups/")
-        return [GroupRecord.from_json(e.value) for key, e in entries.items() if key.endswith("/record")]
+        entries = await self._host.off(self._host.metadata.list, GROUPS)
+        return [GroupRecord.from_json(e.value) for key, e in entries.items() if is_record(key)]
 
     async def ask(self, group: GroupId, what: m.Request) -> GroupView | None:
         """Put a question to the group's leader, wherever it is; a RequestError says why not."""
@@ -135,9 +136,9 @@ class GroupAdmin:
 
     async def expire_idle(self) -> None:
         """Groups that nobody has used for longer than they allow."""
-        entries = await self._host.off(self._host.metadata.list, "/holdfast/groups/")
+        entries = await self._host.off(self._host.metadata.list, GROUPS)
         for key, entry in entries.items():
-            if key.endswith("/record") and expired(entry.value, time.time()):
+            if is_record(key) and expired(entry.value, time.time()):
                 group = GroupRecord.from_json(entry.value).group
                 try:
                     await self.ask(group, m.DeleteGroup(if_idle=True))

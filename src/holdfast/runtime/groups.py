@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from holdfast.delivery.delivery import LoanStarted, LoanStopped, Room
+from holdfast.delivery.outlet import Outlet
 from holdfast.errors import HoldfastError
 from holdfast.groups.leading.leader import Leader
 from holdfast.groups.leading.registry import Registry
@@ -21,20 +23,22 @@ from holdfast.groups.member.agent import Agent, farewell
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
-from holdfast.groups.protocol.nouns import GroupId, Loan
-from holdfast.groups.record import GroupRecord, claim_key, loaded, progress_key, record_key, stored
+from holdfast.groups.protocol.nouns import GroupId, Key, Loan
+from holdfast.groups.record import GroupRecord, loaded, stored
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
+from holdfast.keys import claim_key, progress_key, record_key
 from holdfast.machine import Address, Send
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
-from holdfast.model import Batch, Stream
+from holdfast.model import Batch, Start, Stream
+from holdfast.mqtt.connection import Say
 from holdfast.runtime.batch_members import BatchMembers
-from holdfast.runtime.bus import LocalBus, PostgresBus
-from holdfast.runtime.dispatch import rows_of
+from holdfast.runtime.bus import NodeBus
+from holdfast.runtime.delivery import rows_of
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.ingest import LOG
-from holdfast.sessions.session import Session, Subscription
+from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
-from holdfast.store.postgres import PostgresStore
+from holdfast.sessions.subscriptions import Subscription
 from holdfast.topics import TopicFilter
 
 if TYPE_CHECKING:
@@ -54,7 +58,8 @@ class Membership:
     """A connected session in its groups: its agent, and the loans it reads."""
 
     def __init__(self, host: GroupHost, connection: Connection, session: Session):
-        self.connection, self.session = connection, session
+        assert connection.outlet is not None
+        self.connection, self.session, self.outlet = connection, session, connection.outlet
         # Higher than any before, on whatever node: sessions without expiry count from the start each time.
         self.agent = Agent(session.client_id, time.time_ns() // 1000, host.node_id, host.member_settings)
         self.driver = Driver(self.agent, lambda effect: host.agent_effect(self, effect))
@@ -85,6 +90,7 @@ class GroupHost:
         """By the agent's address name."""
         self.batch_members = BatchMembers(self)
         self._by_connection: dict[Connection, Membership] = {}
+        self._by_outlet: dict[Outlet, Membership] = {}
         self._leases: dict[int, Lease] = {}
         self.asks: dict[str, asyncio.Future[m.Answer]] = {}
         self._thread = ThreadPoolExecutor(2, "holdfast-groups")
@@ -95,12 +101,7 @@ class GroupHost:
         self._outbox: list[tuple[Address, Any]] = []
 
     def start(self) -> None:
-        store = getattr(self.log.backend, "store", None)
-        self.bus: LocalBus | PostgresBus = (
-            PostgresBus(store, self.node_id, self.deliver)
-            if isinstance(store, PostgresStore)
-            else LocalBus(self.deliver)
-        )
+        self.bus = NodeBus(self.node.store.bus(self.node_id), self.deliver)
         self.bus.start()
         self.registry = Driver(Registry(self.node_id, self.election_settings), self._registry_effect)
         self.node.spawn(self._pass_over())
@@ -347,7 +348,8 @@ class GroupHost:
             found = Membership(self, connection, session)
             self._by_connection[connection] = found
             self.members[found.agent.address.name] = found
-            connection.membership = found
+            self._by_outlet[found.outlet] = found
+            found.outlet.agent = found.agent
         return found
 
     async def join(self, connection: Connection, session: Session, group: GroupId, subscription: Subscription) -> None:
@@ -356,20 +358,23 @@ class GroupHost:
         member.subscriptions[group] = subscription
         member.driver.on(ev.JoinGroup(group, subscription.born))
 
+    async def declare(self, group: GroupId, start: Start | None = None, *, key: Key = "publisher") -> GroupRecord:
+        return await self.node.group_admin.declare(group, start, key=key)
+
     def unsubscribe(self, connection: Connection, group: GroupId) -> None:
         if (member := self._by_connection.get(connection)) is not None:
             member.driver.on(ev.QuitGroup(group))
 
     def leave(self, connection: Connection) -> None:
         """The connection is over: whatever it knows goes to the leaders, its loans go back."""
-        self.batch_members.forget(connection)
         member = self._by_connection.pop(connection, None)
         if member is None:
             return
-        self.report(connection, member)
+        self.report(member.outlet)
         for feed in list(member.feeds.values()):
             feed.stopped = True
-            self.node.dispatcher.remove_feed(feed)
+            self.node.delivery.handle(LoanStopped(member.outlet, feed))
+        del self._by_outlet[member.outlet]
         member.closed = True
         member.driver.on(ev.Closed())
         self._forget_finished()
@@ -383,14 +388,19 @@ class GroupHost:
         if self._last_words is not None and not self.members and not self.leaders:
             self._last_words.set()
 
-    def report(self, connection: Connection, member: Membership | None = None) -> None:
+    def report(self, outlet: Outlet) -> None:
         """Tell the agent what its client has acknowledged."""
-        member = member or self._by_connection.get(connection)
-        if member is None:
-            return
-        touched, member.session.touched = member.session.touched, {}
-        for feed in touched:
-            self._tell(member, feed)
+        news = list(outlet.loan_news)
+        outlet.loan_news.clear()
+        member = self._by_outlet.get(outlet)
+        if member is not None:
+            for feed in news:
+                self._tell(member, feed)
+
+    def see_clock(self, outlet: Outlet) -> None:
+        """A process that stood still must know the time before it sends what was lent to it."""
+        if (member := self._by_outlet.get(outlet)) is not None:
+            member.driver.clock()
 
     def _tell(self, member: Membership, feed: LoanFeed) -> None:
         if feed.sent:
@@ -406,15 +416,15 @@ class GroupHost:
         """Now and then: what was committed and did not concern a loan is done with, too."""
         while True:
             await asyncio.sleep(PASS_OVER_SECONDS)
-            heads, before = self.node.dispatcher.heads, self._passed
+            heads, before = self.node.delivery.heads, self._passed
             moved = {stream for stream, head in heads.items() if before.get(stream) != head}
             if not moved:
                 continue  # nothing came: ten thousand idle loans cost nothing
             self._passed = dict(heads)
             for member in list(self.members.values()):
+                self.node.delivery.machine.pass_over(member.outlet)
                 for feed in list(member.feeds.values()):
                     if feed.stream in moved:
-                        feed.pass_to(heads[feed.stream])
                         self._tell(member, feed)
 
     def agent_effect(self, member: Membership, effect: Any) -> Awaitable[Any] | None:
@@ -442,7 +452,7 @@ class GroupHost:
                     member.subscriptions.pop(group, None)
                 asyncio.get_running_loop().call_soon(self._forget_finished)
                 if deleted:
-                    self.node.group_deleted(member.connection, member.session, group)
+                    self.node.sessions.group_deleted(member.connection, member.session, group)
         return None
 
     def _start_reading(self, member: Membership, start: fx.StartReading) -> None:
@@ -455,7 +465,7 @@ class GroupHost:
         feed = LoanFeed(start, TopicFilter(borrower.group.filter), subscription)
         feed.parked |= member.parked.pop(start.loan, set())
         member.feeds[start.loan] = feed
-        self.node.dispatcher.add_feed(feed, member.connection)
+        self.node.delivery.handle(LoanStarted(member.outlet, feed))
 
     def _stop_reading(self, member: Membership, loan: Loan) -> None:
         feed = member.feeds.get(loan)
@@ -463,16 +473,16 @@ class GroupHost:
             member.driver.on(ev.Drained(loan))
             return
         feed.stopped = True
-        self.node.dispatcher.remove_feed(feed)
-        member.session.drop_ready(feed)
+        self.node.delivery.handle(LoanStopped(member.outlet, feed))
         self._tell(member, feed)
 
     def _abandon(self, member: Membership, loan: Loan) -> None:
         feed = member.feeds.pop(loan, None)
         if feed is not None:
             feed.stopped = True
-            self.node.dispatcher.remove_feed(feed)
+            self.node.delivery.handle(LoanStopped(member.outlet, feed))
             member.session.forget_loan(feed)
+            self.node.delivery.handle(Room(member.outlet))
 
     async def _redeliver(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
         """Once more to the same client, under the packet ids it has not answered."""
@@ -480,12 +490,15 @@ class GroupHost:
         if feed is None:
             return
         wanted, stream = set(offsets), feed.stream
-        again = [(i, e[1], e[2]) for i, e in member.session.in_flight.items() if e[0] is feed and e[1] in wanted]
-        for packet_id, offset, qos in again:
-            rows = await self.off(self.node.read_one, stream, offset)
-            if rows is not None and member.session.in_flight.get(packet_id, (None,))[0] is feed:
-                connection.resend([(packet_id, rows, 0, qos)])
-        member.driver.on(ev.Delivered(loan, tuple(offset for _, offset, _ in again)))
+        session = member.session
+        again = [(i, d) for i, d in session.window if d.origin is feed and d.offset in wanted]
+        for packet_id, delivery in again:
+            rows = await self.off(self.node.sessions.read_one, stream, delivery.offset)
+            if rows is not None and session.window.get(packet_id) is delivery:
+                packet = session.outgoing.again(packet_id, delivery, rows, 0, connection.version, time.time())
+                if len(packet) <= member.outlet.packet_max:
+                    connection.handle(Say(packet))
+        member.driver.on(ev.Delivered(loan, tuple(delivery.offset for _, delivery in again)))
 
     async def _park(self, member: Membership, loan: Loan, offsets: tuple[int, ...]) -> None:
         """Set aside in the dead letters' log, durably; only then is it acknowledged to the group."""
@@ -503,10 +516,8 @@ class GroupHost:
             if member.feeds.get(loan) is not feed:
                 return  # the next one to hold the stream will do it
         for offset in offsets:
-            feed.settle(offset)
-        for packet_id, (place, offset, qos) in list(member.session.in_flight.items()):
-            if place is feed and offset in offsets:
-                member.session.in_flight[packet_id] = (None, 0, qos)
+            feed.settle_offset(offset)
+        member.session.window.disown(feed, offsets)
         self._tell(member, feed)
 
     def _bury(self, feed: LoanFeed, offsets: tuple[int, ...], group: GroupId) -> None:

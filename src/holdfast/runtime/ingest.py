@@ -11,16 +11,31 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.log import Appended, Log
 from holdfast.log.contract import Retained
 from holdfast.model import RETAIN, Batch, now_micros
-from holdfast.mqtt.fastpath import Inbox, pubacks, pubacks_where
+from holdfast.mqtt.fastpath import Inbox
 
-if TYPE_CHECKING:
-    from holdfast.runtime.connection import Connection
+
+class Publisher(Protocol):
+    """What the ingest uses of a connection."""
+
+    @property
+    def version(self) -> int: ...
+
+    def stored(self, inbox: Inbox, heard: set[str] | None) -> None:
+        """These publishes are durable; `heard`: the topics somebody is subscribed to."""
+        ...
+
+    def store_failed(self) -> None: ...
+
+    def read_on(self) -> None:
+        """There is room again for what it publishes."""
+        ...
+
 
 logger = logging.getLogger("holdfast.ingest")
 
@@ -68,7 +83,7 @@ class OpenBatch:
         self.generation = generation
         """The one its shards are of, at most: a batch begun before a seal is sorted anew."""
         self.bytes = 0
-        self.acks: list[tuple[Connection, Inbox]] = []
+        self.acks: list[tuple[Publisher, Inbox]] = []
         self.after: list[Callable[[bool], None]] = []
         """Called with whether the commit happened, in order, after the plain acknowledgements."""
         self.retained: list[Retained] = []
@@ -85,30 +100,28 @@ class Ingest:
         self,
         log: Log,
         bytes_max: int,
-        committed: Callable[[Appended, dict[int, Batch], int], frozenset[str] | set[str]],
+        committed: Callable[[Appended, dict[int, Batch], int], None],
+        anyone_for: Callable[[set[str]], set[str]],
         failed: Callable[[Exception], None],
     ):
         self._log = log
         self._bytes_max = bytes_max
         self._committed = committed
+        self._anyone_for = anyone_for
         self._failed = failed
         self.generation = log.generations(LOG)[-1]
         self._open = OpenBatch(self.generation.number)
         self._wake = asyncio.Event()
-        self._waiting: list[Connection] = []
+        self._waiting: list[Publisher] = []
         self._thread = ThreadPoolExecutor(1, "holdfast-writer")
-        self._task: asyncio.Task[None] | None = None
         self.by_publisher = log.logs()[LOG] == "publisher"
         self._writer = 0
         self.messages = 0
         self.commits = 0
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="ingest")
-
     # -- filling the open batch --------------------------------------------------------------------------
 
-    def publish(self, connection: Connection, publisher: str, shard: int, inbox: Inbox) -> bool:
+    def publish(self, connection: Publisher, publisher: str, shard: int, inbox: Inbox) -> bool:
         """Take a connection's publishes. False: enough waits already, do not read from it until told."""
         batch = self._open
         batch.acks.append((connection, inbox))
@@ -169,7 +182,8 @@ class Ingest:
 
     # -- committing --------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """For ever."""
         loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
@@ -177,7 +191,7 @@ class Ingest:
             batch, self._open = self._open, OpenBatch(self.generation.number)
             waiting, self._waiting = self._waiting, []
             for connection in waiting:
-                connection.go_on()
+                connection.read_on()
             if batch.empty:
                 continue
             parts = {
@@ -198,8 +212,12 @@ class Ingest:
                 self._tell_failed(batch, error)
                 continue
             self.commits += 1
-            heard = self._committed(appended, parts, now) if appended is not None else frozenset()
-            self._acknowledge(batch, heard)
+            try:
+                if appended is not None:
+                    self._committed(appended, parts, now)
+            except Exception:  # it is stored: whoever published it hears so, and delivery reads it from the log
+                logger.exception("what was stored could not be delivered at once")
+            self._acknowledge(batch)
 
     def is_writing_here(self) -> bool:
         """Is this the writer's own thread, in the middle of a commit?"""
@@ -229,24 +247,25 @@ class Ingest:
             parts[placed.stream.shard] = rows
         return appended
 
-    def _acknowledge(self, batch: OpenBatch, heard: frozenset[str] | set[str]) -> None:
+    def _acknowledge(self, batch: OpenBatch) -> None:
         """One write per connection, in the order its publishes came."""
+        asked = [inbox for connection, inbox in batch.acks if connection.version == 5 and inbox.packet_ids]
+        heard = self._anyone_for({topic for inbox in asked for topic in inbox.topics}) if asked else None
         for connection, inbox in batch.acks:
             self.messages += len(inbox.topics)
-            ids = inbox.packet_ids
-            if not ids or connection.closed:
-                continue
-            connection.unacked -= len(ids)
-            if connection.version == 5 and not heard.issuperset(inbox.topics):
-                connection.send(pubacks_where(ids, inbox.topics, inbox.flags, heard))
-            else:
-                connection.send(pubacks(ids))
+            if inbox.packet_ids:
+                connection.stored(inbox, heard)
+        self._call_back(batch, True)
+
+    def _call_back(self, batch: OpenBatch, ok: bool) -> None:
         for done in batch.after:
-            done(True)
+            try:
+                done(ok)
+            except Exception:  # one that fails must not keep the others waiting
+                logger.exception("whoever waited for a commit could not be told")
 
     def _tell_failed(self, batch: OpenBatch, error: Exception) -> None:
-        for done in batch.after:
-            done(False)
+        self._call_back(batch, False)
         for connection, _ in batch.acks:
             connection.store_failed()
         self._failed(error)
@@ -257,8 +276,5 @@ class Ingest:
         self.in_turn(done.set_result)
         await done
 
-    async def close(self) -> None:
-        await asyncio.wait_for(self.drained(), 30)
-        if self._task is not None:
-            self._task.cancel()
+    def close(self) -> None:
         self._thread.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,20 +11,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.cursors.cursor import Cursor, cursor_key
+from holdfast.cursors.cursor import Cursor
 from holdfast.cursors.flush import CursorStore
 from holdfast.errors import HoldfastError, RequestError
 from holdfast.groups.shares import is_shared
+from holdfast.keys import SESSIONS, session_cursor_key, session_key
 from holdfast.metadata import Delete, Metadata, Put
 from holdfast.model import Stream
-from holdfast.runtime.ingest import LOG
-from holdfast.sessions.session import Gap, Session, Subscription
+from holdfast.mqtt.inbound import Inbound
+from holdfast.sessions.positions import Gap, StreamOrigin
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 
 logger = logging.getLogger("holdfast.keeper")
 
 T = TypeVar("T")
-PREFIX = "/holdfast/sessions/"
-NAME_MAX = 200
 TRANSACTION_BYTES = 1 << 20
 """etcd takes no larger ones."""
 
@@ -56,33 +57,14 @@ class SessionRecord(msgspec.Struct):
     received: list[int] = []
 
 
-def session_key(client_id: str) -> str:
-    return PREFIX + short_name(client_id)
-
-
-def short_name(client_id: str) -> str:
-    """A client id as the last part of a key."""
-    return _short(client_id.replace("%", "%25").replace("/", "%2F"))
-
-
-def subscription_name(client_id: str, filter_text: str) -> str:
-    """As it stands in a cursor's key: which is the client's and which the filter's part is always plain."""
-    return _short(f"{client_id.replace('%', '%25').replace(' ', '%20')} {filter_text}")
-
-
-def _short(name: str) -> str:
-    """Keys are bounded, client ids and filters hardly are: a long name is known by its hash."""
-    if len(name) <= NAME_MAX and len(name.encode()) <= NAME_MAX:
-        return name
-    return f"{name[:32]}~{hashlib.sha256(name.encode()).hexdigest()}"
-
-
 def record_of(session: Session, connected: bool, now: float, clean_stop: bool = False) -> SessionRecord:
     in_flight: dict[str, tuple[str, int, int]] = {}
     if not connected:
-        for packet_id, (place, offset, qos) in session.in_flight.items():
-            if isinstance(place, Stream) or place is None:
-                in_flight[str(packet_id)] = ("" if place is None else str(place), offset, qos)
+        for packet_id, (origin, offset, qos) in session.in_flight():
+            if isinstance(origin, StreamOrigin):
+                in_flight[str(packet_id)] = (str(origin.stream), offset, qos)
+            elif qos == RELEASED:
+                in_flight[str(packet_id)] = ("", 0, qos)
     return SessionRecord(
         client_id=session.client_id,
         expiry_seconds=session.expiry_seconds,
@@ -101,10 +83,10 @@ def record_of(session: Session, connected: bool, now: float, clean_stop: bool = 
                 since={str(stream): at for stream, at in s.since.items()},
                 born=s.born,
             )
-            for s in (*session.subscriptions.values(), *session.shared.values())
+            for s in (*session.subscriptions, *session.subscriptions.shared.values())
         ],
         in_flight=in_flight,
-        received=[] if connected else sorted(session.received),
+        received=[] if connected else session.inbound.ids(),
     )
 
 
@@ -184,7 +166,7 @@ class Keeper:
     def load_all(self) -> list[SessionRecord]:
         """Every stored session (on the keeper's thread or before it matters)."""
         found = []
-        for key, entry in self.metadata.list(PREFIX).items():
+        for key, entry in self.metadata.list(SESSIONS).items():
             try:
                 found.append(msgspec.json.decode(entry.value, type=SessionRecord))
             except msgspec.MsgspecError as error:
@@ -196,7 +178,7 @@ class Keeper:
     def restore(self, record: SessionRecord, heads: dict[Stream, int]) -> Session:
         """A session from its record and its cursors (on the keeper's thread)."""
         session = Session(record.client_id, record.expiry_seconds, record.epoch)
-        session.parked = True
+        session.attached = False
         for stored in record.subscriptions:
             subscription = Subscription(
                 stored.filter,
@@ -209,14 +191,15 @@ class Keeper:
                 {Stream.parse(name): at for name, at in stored.since.items()},
             )
             if is_shared(stored.filter):
-                session.shared[stored.filter] = subscription
+                session.subscriptions.shared[stored.filter] = subscription
             else:
                 session.subscribe(subscription)
-        session.received = set(record.received)
+        session.inbound = Inbound(record.received)
         for packet_id, (place, offset, qos) in record.in_flight.items():
-            session.in_flight[int(packet_id)] = (Stream.parse(place) if place else None, offset, qos)
-        session.generation = max((s.generation for s in heads), default=0)
-        if not session.subscriptions:
+            origin = session.positions.origin(Stream.parse(place)) if place else NOBODY
+            session.window.restore(int(packet_id), Delivery(origin, offset, qos))
+        session.positions.generation = max((s.generation for s in heads), default=0)
+        if not len(session.subscriptions):
             return session
         self._note_trimmed(session, heads)
         crashed = record.connected and not record.clean_stop
@@ -226,24 +209,23 @@ class Keeper:
 
     def _note_trimmed(self, session: Session, heads: dict[Stream, int]) -> None:
         """Streams that were dropped while nobody was there to see it, with something of them unread for all we know."""
-        for subscription in session.subscriptions.values():
+        for subscription in session.subscriptions:
             for stream in [s for s in subscription.since if s not in heads]:
-                key = cursor_key(LOG, stream, subscription_name(session.client_id, subscription.filter))
+                key = session_cursor_key(stream, session.client_id, subscription.filter)
                 cursor = self.cursors.load(key)
                 if cursor is not None:
-                    session.behind[stream] = max(cursor.floor, session.behind.get(stream, 0))
+                    session.positions.behind[stream] = max(cursor.floor, session.positions.behind.get(stream, 0))
 
     def _restore_stream(self, session: Session, stream: Stream, head: int, crashed: bool) -> None:
         """The session reads on where its least advanced subscription is; the others are past that already."""
         starts: dict[str, int] = {}
         cursors: dict[str, Cursor] = {}
-        for subscription in session.subscriptions.values():
+        for subscription in session.subscriptions:
             since = subscription.since.get(stream, 0)  # a stream it does not know is younger than itself
             if stream not in subscription.since and stream.generation < _oldest(subscription):
                 since = head  # or much older: only the lake has it, and nobody asked for it
-            name = subscription_name(session.client_id, subscription.filter)
             try:
-                cursor = self.cursors.load(cursor_key(LOG, stream, name))
+                cursor = self.cursors.load(session_cursor_key(stream, session.client_id, subscription.filter))
             except RequestError as error:
                 cursor = self._unreadable(session, stream, error, since, head)
             starts[subscription.filter] = since if cursor is None else max(since, min(cursor.floor, head))
@@ -254,12 +236,12 @@ class Keeper:
             if start > at:
                 session.subscriptions[name].since[stream] = start
         # Even if it has read everything: by the time the client is welcome, more may have been dispatched.
-        session.behind[stream] = at
+        session.positions.behind[stream] = at
         if at < head:
             if cursors:
-                session.acked[stream] = cursors
+                session.positions.acked[stream] = cursors
             if crashed:
-                session.dup_below[stream] = head
+                session.positions.dup_below[stream] = head
 
     def _unreadable(
         self, session: Session, stream: Stream, error: RequestError, since: int, head: int
@@ -269,7 +251,7 @@ class Keeper:
         logger.error("%s; going on from the %s message", error, self._on_trimmed)
         if self._on_trimmed == "earliest":
             return None
-        session.skipped.append(Gap(str(stream), since, head, str(error), time.time()))
+        session.positions.gaps.append(Gap(str(stream), since, head, str(error), time.time()))
         return Cursor(head - 1)
 
     # -- cursors -----------------------------------------------------------------------------------------
@@ -279,12 +261,11 @@ class Keeper:
         wanted: dict[str, Cursor] = {}
         owners: dict[str, tuple[Session, Stream]] = {}
         for session in sessions:
-            if not session.durable or not session.dirty:
-                session.dirty.clear()
+            dirty = session.positions.take_dirty()
+            if not session.durable:
                 continue
-            dirty, session.dirty = session.dirty, set()
             for (filter_text, stream), cursor in session.cursors(dirty, heads).items():
-                key = cursor_key(LOG, stream, subscription_name(session.client_id, filter_text))
+                key = session_cursor_key(stream, session.client_id, filter_text)
                 wanted[key] = cursor
                 owners[key] = (session, stream)
         if not wanted:
@@ -296,11 +277,11 @@ class Keeper:
             logger.warning("%d cursors could not be saved and will be tried again: %s", len(wanted), error)
         for key in wanted.keys() - settled:
             session, stream = owners[key]
-            session.dirty.add(stream)
+            session.positions.dirty.add(stream)
         return len(settled)
 
     async def delete_cursors(self, client_id: str, filters: list[str], heads: dict[Stream, int]) -> None:
-        keys = [cursor_key(LOG, stream, subscription_name(client_id, f)) for stream in heads for f in filters]
+        keys = [session_cursor_key(stream, client_id, f) for stream in heads for f in filters]
         if keys:
             await self.call(self.cursors.delete, keys)
 

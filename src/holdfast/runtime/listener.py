@@ -16,11 +16,11 @@ from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
 from holdfast.errors import RequestError
-from holdfast.runtime.connection import LINGER_SECONDS, Connection
+from holdfast.runtime.connection import Connection
 from holdfast.settings import MqttSettings, address
 
 if TYPE_CHECKING:
-    from holdfast.runtime.node import Node
+    from holdfast.runtime.front import Front
 
 logger = logging.getLogger("holdfast.listener")
 
@@ -44,11 +44,11 @@ def tls_context(settings: MqttSettings) -> ssl.SSLContext:
     return context
 
 
-async def listen(node: Node) -> list[asyncio.Server]:
+async def listen(front: Front) -> list[asyncio.Server]:
     """Open every listener the settings name."""
-    settings, servers = node.settings.mqtt, []
+    settings, servers = front.settings.mqtt, []
     context = tls_context(settings) if settings.tls or settings.websocket_tls else None
-    wait = node.settings.limits.connect_secs
+    wait = front.settings.limits.connect_secs
     loop = asyncio.get_running_loop()
     for name, where, wrapped, tls in (
         ("mqtt.listen", settings.listen, False, None),
@@ -61,8 +61,8 @@ async def listen(node: Node) -> list[asyncio.Server]:
         host, port = address(name, where)
 
         def accept(wrapped: bool = wrapped, tls: Any = tls) -> asyncio.Protocol:
-            connection = Connection(node, secure=tls is not None)
-            return WebSocket(connection) if wrapped else connection
+            connection = Connection(front, secure=tls is not None)
+            return WebSocket(connection, 2 * front.settings.limits.packet_bytes_max) if wrapped else connection
 
         more: dict[str, Any] = {}
         if tls:
@@ -80,13 +80,14 @@ TURN_SECONDS = 0.01
 
 PIECE_BYTES = 8 << 10
 
+LINGER_SECONDS = 2.0
+
 
 class WebSocket(asyncio.Protocol):
     """A WebSocket around a connection. To the connection it is the transport; to the socket, the protocol."""
 
-    def __init__(self, inner: Connection):
+    def __init__(self, inner: Connection, size_max: int):
         self._inner = inner
-        size_max = 2 * inner.node.settings.limits.packet_bytes_max
         self._wire = ServerProtocol(subprotocols=[Subprotocol("mqtt"), Subprotocol("mqttv3.1")], max_size=size_max)
         self._socket: Any = None
         self._open = False
@@ -99,6 +100,9 @@ class WebSocket(asyncio.Protocol):
         """The client has closed its sending side."""
         self._lost = False
         self._lingers = False
+        self._size_max = size_max
+        self._unread = False
+        """The client does not read its pongs: no more frames are unwrapped until it does."""
 
     # what the socket calls
 
@@ -118,7 +122,7 @@ class WebSocket(asyncio.Protocol):
         until = loop.time() + TURN_SECONDS
         if self._lost:
             return
-        while self._waiting and not self._paused:
+        while self._waiting and not self._paused and not self._unread:
             piece = bytes(self._waiting[:PIECE_BYTES])
             del self._waiting[:PIECE_BYTES]
             self._wire.receive_data(piece)
@@ -127,7 +131,7 @@ class WebSocket(asyncio.Protocol):
                 self._socket.pause_reading()
                 loop.call_soon(self._unwrap)
                 return
-        if self._paused:
+        if self._paused or self._unread:
             return
         if not self._eof:
             self._socket.resume_reading()
@@ -149,7 +153,6 @@ class WebSocket(asyncio.Protocol):
                 self._wire.fail(CloseCode.UNSUPPORTED_DATA, "MQTT is sent in binary frames")
                 break
         self._flush()
-        self._inner.mind_unread()
         if self._open and self._wire.state is not State.OPEN:
             self._linger()
 
@@ -167,6 +170,9 @@ class WebSocket(asyncio.Protocol):
         for data in self._wire.data_to_send():
             if data:
                 self._socket.write(data)
+                if self._socket.get_write_buffer_size() > self._size_max and not self._unread:
+                    self._unread = True
+                    self._socket.pause_reading()
             elif self._socket.can_write_eof():  # the library's word for: close the sending side
                 self._socket.write_eof()
 
@@ -194,6 +200,9 @@ class WebSocket(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._inner.resume_writing()
+        if self._unread:
+            self._unread = False
+            asyncio.get_running_loop().call_soon(self._unwrap)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True

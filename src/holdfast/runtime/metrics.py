@@ -32,13 +32,13 @@ class Metrics(Collector):
             "holdfast_messages_published", "Messages stored for clients", value=node.ingest.messages
         )
         yield CounterMetricFamily("holdfast_commits", "Commits of messages", value=node.ingest.commits)
-        yield GaugeMetricFamily("holdfast_connections", "Open connections", value=len(node.connections))
+        yield GaugeMetricFamily("holdfast_connections", "Open connections", value=len(node.sessions.connections))
         yield GaugeMetricFamily("holdfast_sessions", "Sessions, connected or not", value=len(node.sessions))
         yield GaugeMetricFamily(
-            "holdfast_subscriptions", "Subscriptions of connected sessions", value=len(node.dispatcher.live)
+            "holdfast_subscriptions", "Subscriptions of connected sessions", value=len(node.delivery.machine.live)
         )
-        yield GaugeMetricFamily("holdfast_retained", "Retained messages", value=len(node.retained))
+        yield GaugeMetricFamily("holdfast_retained", "Retained messages", value=len(node.delivery.machine.retained))
         heads = GaugeMetricFamily("holdfast_stream_messages", "Messages in a stream", labels=["stream"])
-        for stream, head in node.dispatcher.heads.items():
+        for stream, head in node.delivery.heads.items():
             heads.add_metric([str(stream)], head)
         yield heads

@@ -82,7 +82,7 @@ async def running(settings: Settings) -> Any:
     """A node with its listeners and its HTTP API, for as long as the block lasts."""
     node = Node(settings)
     await node.start()
-    servers = await listen(node)
+    servers = await listen(node.front)
     web = serving = None
     if settings.http.listen:
         from holdfast.web.api import make_app

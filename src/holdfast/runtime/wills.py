@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from holdfast.keys import will_key, wills_of
 from holdfast.metadata import Metadata
 from holdfast.mqtt import packets as p
-from holdfast.runtime.keeper import Keeper, short_name
+from holdfast.runtime.keeper import Keeper
 
 if TYPE_CHECKING:
     from holdfast.runtime.connection import Connection
 
 logger = logging.getLogger("holdfast.wills")
 
-PREFIX = "/holdfast/wills/"
 AGAIN_SECONDS = 1.0
 """A will that could not be stored as a message is tried again after this long."""
 
@@ -63,14 +63,13 @@ class Wills:
         """Lost connections' wills by when they are due, by the wall clock."""
         self._order = itertools.count()
         self._saves: set[asyncio.Future[None]] = set()
-        self._prefix = f"{PREFIX}{node_id}/"
 
     def load(self, metadata: Metadata) -> None:
         """Take up what an earlier run of this node left (before anything else happens; on any thread)."""
         if self._node_id is None:
             return
         now = time.time()
-        for key, entry in metadata.list(self._prefix).items():
+        for key, entry in metadata.list(wills_of(self._node_id)).items():
             try:
                 found = msgspec.msgpack.decode(entry.value, type=WillRecord)
             except msgspec.MsgspecError as error:
@@ -154,7 +153,7 @@ class Wills:
         return self._put(client_id, None)
 
     def _put(self, client_id: str, value: bytes | None) -> asyncio.Future[None]:
-        save = self._keeper.put(self._prefix + short_name(client_id), value)
+        save = self._keeper.put(will_key(self._node_id or "", client_id), value)
         self._saves.add(save)
         save.add_done_callback(lambda done: self._saved(done, client_id, value))
         return save

@@ -8,7 +8,7 @@ from holdfast.log.contract import Retained
 from holdfast.model import RETAIN, Batch
 from holdfast.mqtt.properties import expiry_of
 from holdfast.mqtt.trie import TopicTree
-from holdfast.sessions.session import Rows
+from holdfast.sessions.rows import Rows
 
 
 class RetainedMessages:
@@ -43,6 +43,9 @@ class RetainedMessages:
                 time = rows.times if isinstance(rows.times, int) else rows.times[at]
                 self.keep(Retained(topic, rows.payloads[at], publisher, flag, extra, time))
 
+    def select(self, filter_text: str) -> Selection:
+        return Selection(self, filter_text)
+
     def rows_for(self, filter_text: str, now: float) -> Rows | None:
         """What a new subscriber is sent, as rows without a stream."""
         found = [self._last[topic] for topic in self._topics.matching_topics(filter_text)]
@@ -57,6 +60,19 @@ class RetainedMessages:
             properties=[m.properties for m in found],
         )
         return Rows(None, range(len(found)), batch, [m.time for m in found])
+
+
+class Selection:
+    """What a new subscriber is owed, taken bit by bit."""
+
+    def __init__(self, retained: RetainedMessages, filter_text: str):
+        self._rows_for, self._filter, self._done = retained.rows_for, filter_text, False
+
+    def take(self, rows_max: int, bytes_max: int, now: float) -> Rows | None:
+        if self._done:
+            return None
+        self._done = True
+        return self._rows_for(self._filter, now)
 
 
 def _expired(message: Retained, now: float) -> bool:

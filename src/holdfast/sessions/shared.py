@@ -13,7 +13,9 @@ from holdfast.groups.progress import Done
 from holdfast.groups.protocol.effects import StartReading
 from holdfast.groups.protocol.nouns import NO_POLICY, Loan
 from holdfast.model import Stream
-from holdfast.sessions.session import Rows, Subscription
+from holdfast.sessions.rows import Rows
+from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.window import Delivery
 from holdfast.topics import TopicFilter
 
 
@@ -25,11 +27,10 @@ class LoanFeed:
         "counts",
         "done",
         "in_flight",
-        "live",
         "loan",
+        "news_to",
         "next_offset",
         "parked",
-        "reading",
         "sent",
         "stopped",
         "stream",
@@ -43,9 +44,6 @@ class LoanFeed:
         self.done = Done(start.loan.piece, start.mark, start.skip, start.key)
         self.wanted, self.subscription = wanted, subscription
         self.next_offset = start.mark.offset + 1
-        self.live = False
-        """Fed from commits; otherwise read from the log."""
-        self.reading = False
         self.stopped = False
         self.counts = start.policy != NO_POLICY
         """The group counts deliveries."""
@@ -54,6 +52,8 @@ class LoanFeed:
         """Never to be delivered: these are on their way to the dead letters, and news only when they are there."""
         self.sent: list[int] = []
         """Offsets sent since the agent was last told, where that is counted."""
+        self.news_to: dict[LoanFeed, None] = {}
+        """Where this loan is noted when it has news."""
         self._news: list[Range] = []
 
     @property
@@ -95,16 +95,36 @@ class LoanFeed:
         """The log has been read to here: what was not chosen on the way did not match."""
         if past > self.next_offset:
             self._pass_over((), past)
+        self.news_to[self] = None  # what did not match on the way is news, even if nothing is sent of it
 
     def pass_to(self, head: int) -> None:
-        """A live loan: whatever was committed below `head` and not offered did not match."""
-        if self.live and not self.stopped and head > self.next_offset:
+        """A loan that is fed from commits: whatever was committed below `head` and not offered did not match."""
+        if not self.stopped and head > self.next_offset:
             self._pass_over((), head)
 
-    def settle(self, offset: int) -> None:
+    def sending(self, offset: int) -> None:
+        self.in_flight.add(offset)
+        if self.counts:
+            self.sent.append(offset)
+            self.news_to[self] = None
+
+    def settle(self, delivery: Delivery, reason: int) -> None:
+        self.settle_offset(delivery.offset)
+
+    def passed(self, offset: int) -> None:
+        self.settle_offset(offset)
+
+    def unsendable(self, offset: int) -> None:
+        self.settle_offset(offset)
+
+    def settle_offset(self, offset: int) -> None:
         """Acknowledged, or never to be sent."""
         self.in_flight.discard(offset)
         self._news.append((max(0, offset - self.done.step + 1), offset))
+        self.news_to[self] = None
+
+    def lost(self) -> None:
+        """The stream is gone: the leader will hear of it and take the loan back."""
 
     def take_news(self) -> tuple[Range, ...]:
         """What has been acknowledged or passed over since the last time, as ranges in order."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
 from holdfast.groups.protocol.nouns import GroupId
-from holdfast.groups.record import GroupRecord, loaded, progress_key, record_key, stored
+from holdfast.groups.record import GroupRecord, loaded, stored
+from holdfast.keys import progress_key, record_key
 from holdfast.model import Stream
 
 

@@ -11,7 +11,8 @@ from holdfast.groups.member.borrower import BorrowerStatus
 from holdfast.groups.progress import Done
 from holdfast.groups.protocol.messages import SetPaused
 from holdfast.groups.protocol.nouns import GroupId
-from holdfast.groups.record import GroupRecord, progress_key
+from holdfast.groups.record import GroupRecord
+from holdfast.keys import progress_key
 from holdfast.model import Stream
 from holdfast.sim.checkers import Violation
 from holdfast.sim.clients import ClientAck, SimBatch, SimSession

@@ -12,8 +12,9 @@ from zlib import crc32
 from holdfast.groups.protocol.events import Retreat
 from holdfast.groups.protocol.messages import Ask, DeleteGroup, Request, Seek, SetPaused
 from holdfast.groups.protocol.nouns import GroupId, Key, Policy
-from holdfast.groups.record import GroupRecord, record_key
+from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
+from holdfast.keys import record_key
 from holdfast.machine import Address
 from holdfast.sim.checkers import Truth
 from holdfast.sim.clients import SimBatch, SimSession

@@ -35,8 +35,8 @@ from holdfast.spark.options import GroupOptions, ReadOptions, one_line
 from holdfast.spark.schema import RowMaker, check_read_schema
 from holdfast.spark.slices import Slice, Slices, cut, gathered, pieces
 from holdfast.spark.source import every_head
-from holdfast.spark.stores import log_at, settle
 from holdfast.spark.wanted import Wanted
+from holdfast.spark.worker import log_at, settle
 
 _logger = logging.getLogger(__name__)
 

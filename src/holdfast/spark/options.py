@@ -7,11 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from holdfast.errors import HoldfastError, RequestError
 from holdfast.model import At, Beginning, Next, Start, Stream, check_log_name, parse_start
-from holdfast.store import MemoryUrl, SqliteUrl, parse_url
+from holdfast.store import parse_url
 from holdfast.topics import check_filter
 
 READING = {
@@ -74,15 +73,12 @@ def store_url(given: Mapping[str, str], *, make: bool = False) -> str:
     url = given.get("store", "")
     if not url:
         raise RequestError("option 'store' is missing; it takes sqlite:///path/to/file.db or postgresql://…")
-    match parse_url(url):
-        case MemoryUrl():
-            raise RequestError(f"store {url!r} lives in one process, and Spark's workers are others; use sqlite:///…")
-        case SqliteUrl(path):
-            if not make and not path.exists():
-                raise RequestError(f"there is no store at {path.absolute()}")
-            return f"sqlite:////{str(Path(path).absolute()).lstrip('/')}"
-        case _:
-            return url
+    found = parse_url(url)
+    if found.one_process:
+        raise RequestError(f"store {url!r} lives in one process, and Spark's workers are others; use sqlite:///…")
+    if not make and (place := found.missing()) is not None:
+        raise RequestError(f"there is no store at {place}")
+    return found.absolute()
 
 
 def whole(given: Mapping[str, str], name: str, least: int = 1) -> int | None:

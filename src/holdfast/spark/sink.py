@@ -17,10 +17,10 @@ from pyspark.sql.types import StructType
 
 from holdfast.errors import RequestError
 from holdfast.log import Log, blocks
-from holdfast.log.staging import UNNAMED, StagedBatch, Task, bodies_of, staging_of
+from holdfast.log.staging import UNNAMED, StagedBatch, Staging, Task, bodies_of
 from holdfast.spark.options import WriteOptions, one_line
 from holdfast.spark.rows import ORDER, as_block, check_write_schema, combined, divide, in_order, shards_of
-from holdfast.spark.stores import log_at, settle
+from holdfast.spark.worker import log_at, settle, store_at
 
 ROWS_STAGED = 65_536
 BYTES_STAGED = 16 << 20
@@ -58,10 +58,13 @@ class _Writer:
             log.create(self.options.log, self.options.shards, self.options.shard_by)
         return log
 
+    def staging(self) -> Staging:
+        return store_at(self.options.store).staging()
+
     def stage(self, rows: Iterator[pa.RecordBatch], batch: StagedBatch) -> Staged:
         """Stage everything that comes, some at a time."""
         log = self.log()
-        staging, shard_by = staging_of(log), log.logs()[batch.log]
+        staging, shard_by = self.staging(), log.logs()[batch.log]
         shards = log.generations(batch.log)[-1].shards
         context = TaskContext.get()
         name, place, messages = uuid.uuid4().hex, 0, 0
@@ -87,7 +90,7 @@ class _Writer:
         if len(batches) > 1:
             raise RequestError(f"the tasks wrote for different batches ({batches}); nothing was published")
         log = self.log()
-        staging = staging_of(log)
+        staging = self.staging()
         for batch in batches:
             tasks = [m.task for m in staged]
             landing = staging.publish(batch, tasks, self.options.position, log.clock())
@@ -102,7 +105,7 @@ class _Writer:
 
     def _divide_again(self, log: Log, batch: StagedBatch, tasks: list[Task], shards: int) -> list[Task]:
         """The log was sealed with another number of shards between staging and now: stage for that number."""
-        staging, shard_by = staging_of(log), log.logs()[batch.log]
+        staging, shard_by = self.staging(), log.logs()[batch.log]
         again = []
         for task in tasks:
             name, place, messages = uuid.uuid4().hex, 0, 0
@@ -122,10 +125,10 @@ class _Writer:
 
     def forget(self, messages: list[WriterCommitMessage | None]) -> None:
         """Throw away what was staged; harmless after a commit, whatever became of it."""
-        log = self.log()
+        staging = self.staging()
         for message in messages:
             if isinstance(message, Staged):
-                staging_of(log).forget(message.batch, [message.task.name])
+                staging.forget(message.batch, [message.task.name])
 
 
 class LogWriter(_Writer, DataSourceArrowWriter):

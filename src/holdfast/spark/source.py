@@ -16,8 +16,8 @@ from holdfast.model import At, Since, Start, Stream
 from holdfast.spark.options import ReadOptions, one_line
 from holdfast.spark.schema import RowMaker, check_read_schema
 from holdfast.spark.slices import Slice, Slices, cut, read
-from holdfast.spark.stores import log_at, settle
 from holdfast.spark.wanted import Wanted
+from holdfast.spark.worker import log_at, settle
 
 
 class LogReader(DataSourceReader):

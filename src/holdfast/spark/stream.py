@@ -28,8 +28,8 @@ from holdfast.spark.options import ReadOptions, one_line
 from holdfast.spark.schema import RowMaker, check_read_schema
 from holdfast.spark.slices import Slice, Slices, cut, read
 from holdfast.spark.source import every_head, place
-from holdfast.spark.stores import log_at, settle
 from holdfast.spark.wanted import Wanted
+from holdfast.spark.worker import log_at, settle
 
 _logger = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ class _Reader(DataSourceReader):
 
 class _WarmWriter(DataSourceArrowWriter):
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        from holdfast.spark.stores import settle
+        from holdfast.spark.worker import settle
 
         import_module("holdfast.spark.sink")
         for _ in iterator:

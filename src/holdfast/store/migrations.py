@@ -17,15 +17,15 @@ class Migration(NamedTuple):
     sql: str
 
 
-def migrations(dialect: str) -> list[Migration]:
-    folder = files("holdfast.store").joinpath("sql", dialect)
+def migrations(store: str) -> list[Migration]:
+    folder = files(f"holdfast.store.{store}").joinpath("schema")
     found = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".sql")), key=lambda e: e.name)
     return [Migration(int(e.name[:3]), e.name.removesuffix(".sql"), e.read_text()) for e in found]
 
 
-def pending(dialect: str, version: int) -> list[Migration]:
+def pending(store: str, version: int) -> list[Migration]:
     """What is still to be applied to a database at `version`."""
-    known = migrations(dialect)
+    known = migrations(store)
     newest = known[-1].version
     if version > newest:
         raise StoreError(

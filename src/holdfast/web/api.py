@@ -127,9 +127,9 @@ def make_app(node: Node) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz() -> PlainTextResponse:
-        if node.ready and node.failure is None:
+        if node.problem is None:
             return PlainTextResponse("ready\n")
-        return PlainTextResponse(f"not ready: {node.failure or 'starting or stopping'}\n", 503)
+        return PlainTextResponse(f"not ready: {node.problem}\n", 503)
 
     @app.get("/metrics")
     async def metrics(_: Identity = reader) -> Response:
@@ -208,7 +208,7 @@ def make_app(node: Node) -> FastAPI:
 
     @app.get("/api/v1/sessions")
     async def sessions(_: Identity = reader) -> Response:
-        rows = [_session(node, session) for session in node.sessions.values()]
+        rows = [_session(node, session) for session in node.sessions.known.values()]
         rows += [
             {
                 "client_id": r.client_id,
@@ -216,16 +216,16 @@ def make_app(node: Node) -> FastAPI:
                 "expiry_seconds": r.expiry_seconds,
                 "subscriptions": len(r.subscriptions),
             }
-            for r in node.stored.values()
+            for r in node.sessions.stored.values()
         ]
         return _json({"sessions": sorted(rows, key=lambda row: str(row["client_id"]))})
 
     @app.get("/api/v1/sessions/{client_id:path}")
     async def session(client_id: str, _: Identity = reader) -> Response:
-        found = node.sessions.get(client_id)
-        if found is None and client_id in node.stored:
-            record = node.stored[client_id]
-            found = await node.keeper.call(node.keeper.restore, record, dict(node.dispatcher.known))
+        found = node.sessions.known.get(client_id)
+        if found is None and client_id in node.sessions.stored:
+            record = node.sessions.stored[client_id]
+            found = await node.keeper.call(node.keeper.restore, record, dict(node.delivery.machine.every_head()))
         if found is None:
             raise UnknownStream(f"there is no session {client_id!r}")
         return _json(_session_whole(node, found))
@@ -279,17 +279,17 @@ def _utf8(text: str) -> bytes:
 def _session(node: Node, session: Session) -> dict[str, Any]:
     return {
         "client_id": session.client_id,
-        "connected": session.client_id in node.connections,
+        "connected": session.client_id in node.sessions.connections,
         "expiry_seconds": session.expiry_seconds,
         "subscriptions": len(session.subscriptions),
     }
 
 
 def _session_whole(node: Node, session: Session) -> dict[str, Any]:
-    heads = node.dispatcher.heads
+    heads = node.delivery.heads
     cursors = session.cursors(heads, heads)
     subscriptions = []
-    for subscription in session.subscriptions.values():
+    for subscription in session.subscriptions:
         mine = {stream: cursor for (name, stream), cursor in cursors.items() if name == subscription.filter}
         subscriptions.append(
             {
@@ -304,8 +304,8 @@ def _session_whole(node: Node, session: Session) -> dict[str, Any]:
     return {
         **_session(node, session),
         "subscriptions": subscriptions,
-        "in_flight": len(session.in_flight),
-        "skipped": [dataclasses.asdict(skip) for skip in session.skipped],
+        "in_flight": len(session.window),
+        "skipped": [dataclasses.asdict(skip) for skip in session.positions.gaps],
     }
 
 

@@ -10,8 +10,8 @@ from e2e.groups.conftest import LEASE_SECONDS, QUICK, TIMEOUT_SECONDS
 from holdfast.batch import BatchClient
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
-from holdfast.groups.record import progress_key
-from holdfast.metadata import open_metadata
+from holdfast.keys import progress_key
+from holdfast.store import open_metadata
 from node import Node
 
 SHARDS = QUICK["log.shards"]

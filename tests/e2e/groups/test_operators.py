@@ -27,7 +27,7 @@ from e2e.groups.members import (
     settled,
     streams_of,
 )
-from holdfast.metadata import open_metadata
+from holdfast.store import open_metadata
 from node import Node
 from processes import wait_for
 

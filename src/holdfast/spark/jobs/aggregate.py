@@ -22,14 +22,13 @@ from pyspark.sql import types as t
 from holdfast.errors import RequestError
 from holdfast.log import Log
 from holdfast.log.history import History
-from holdfast.log.staging import staging_of
 from holdfast.model import Message, check_log_name, parse_start
 from holdfast.spark.jobs.job import Progress, Tell, Wake, quiet, spark_of
 from holdfast.spark.offsets import Place, advanced, after_missing, beginning, key_of, tidied
 from holdfast.spark.options import store_url, topic_filters
 from holdfast.spark.rows import ORDER
 from holdfast.spark.source import every_head, place
-from holdfast.spark.stores import log_at
+from holdfast.spark.worker import log_at, store_at
 
 KEYS = "publisher, topic:LEVEL (from 0), json:FIELD (a.b.c), or python:MODULE:FUNCTION"
 
@@ -115,7 +114,7 @@ def rebuild(
     old = []
     if options.target in log.logs():
         old = [generation.number for generation in log.generations(options.target)]
-        staging = staging_of(log)
+        staging = store_at(store).staging()
         before = staging.landed(options.target, options.writer)
         log.seal(options.target, options.partitions)
         number = before[0] + 1 if before else 0
@@ -151,7 +150,7 @@ def _checked(options: AggregateOptions) -> tuple[str, Log]:
 def step(spark: SparkSession, store: str, options: AggregateOptions) -> tuple[int, int]:
     """One batch: how many messages of the source it took, and how many are left."""
     log = log_at(store)
-    landed = staging_of(log).landed(options.target, options.writer)
+    landed = store_at(store).staging().landed(options.target, options.writer)
     heads = every_head(log, options.log, None)
     if landed is None or landed[1] is None:
         history = History(log)

@@ -25,7 +25,7 @@ from pyarrow import fs
 from pyspark.sql import SparkSession
 
 from holdfast.errors import PreconditionFailed, RequestError, StoreError
-from holdfast.log import Log, blocks
+from holdfast.log import blocks
 from holdfast.log.history import FILE_SCHEMA, History, digest, filesystem
 from holdfast.log.manifest import LakeFile, Manifest, Part, Reached
 from holdfast.model import Stream
@@ -34,8 +34,8 @@ from holdfast.spark.offsets import Place, advanced
 from holdfast.spark.options import store_url
 from holdfast.spark.schema import RowPiece
 from holdfast.spark.slices import Slice, cut, pieces
-from holdfast.spark.stores import log_at, settle
 from holdfast.spark.wanted import Wanted
+from holdfast.spark.worker import log_at, settle, store_at
 
 ROWS_PER_FILE = 500_000
 STRAY_SECONDS = 6 * 3600.0
@@ -75,8 +75,7 @@ def lake(
     """Run the job until it is stopped, or (with `once`) until the lake holds everything that is in the log."""
     store = store_url({"store": options.store})
     root = _absolute(options.root)
-    log = log_at(store)
-    manifest = Manifest(log)
+    log, manifest = log_at(store), store_at(store).manifest()
     for name in options.logs:
         log.generations(name)  # a log that is not there is best told now
         before = manifest.root(name)
@@ -95,7 +94,7 @@ def lake(
             if time.monotonic() - swept > STRAY_SECONDS:
                 swept = time.monotonic()
                 for name in options.logs:
-                    sweep(log, name)
+                    sweep(manifest, name)
             for name in options.logs:
                 begun = time.monotonic()
                 taken, left = export(spark, store, name, options)
@@ -121,7 +120,7 @@ def lake(
 
 def relocate(store: str, name: str, root: str) -> None:
     """The lake's files have been moved: from now on they are found there."""
-    Manifest(log_at(store_url({"store": store}))).set_root(name, _absolute(root))
+    store_at(store_url({"store": store})).manifest().set_root(name, _absolute(root))
 
 
 def _absolute(root: str) -> str:
@@ -141,8 +140,7 @@ def _absolute(root: str) -> str:
 
 def export(spark: SparkSession, store: str, name: str, options: LakeOptions) -> tuple[int, int]:
     """One commit's worth; how many messages were taken, and how many are left."""
-    log = log_at(store)
-    manifest = Manifest(log)
+    log, manifest = log_at(store), store_at(store).manifest()
     heads = log.heads(name)
     at = {(s.generation, s.shard): past for s, past in manifest.reached(name).items()}
     here = Place(min(h.stream.generation for h in heads) - 1, at)
@@ -261,8 +259,7 @@ def _sync(path: str) -> None:
 
 def verify(spark: SparkSession, store: str, name: str, *, drop: bool = False) -> int:
     """Compare generations that are sealed and complete in the lake with the store; how many were found the same."""
-    log = log_at(store)
-    manifest = Manifest(log)
+    log, manifest = log_at(store), store_at(store).manifest()
     done, reached = manifest.verified(name), manifest.reached(name)
     checked = 0
     for generation in log.generations(name):
@@ -299,9 +296,8 @@ def _compare(work: tuple[str, Stream, int]) -> tuple[int, int]:
     return stream.shard, ours
 
 
-def sweep(log: Log, name: str, older_than_seconds: float = STRAY_SECONDS) -> int:
+def sweep(manifest: Manifest, name: str, older_than_seconds: float = STRAY_SECONDS) -> int:
     """Delete files below the lake's root that are not in the manifest and not fresh; how many."""
-    manifest = Manifest(log)
     root = manifest.root(name)
     if root is None:
         return 0

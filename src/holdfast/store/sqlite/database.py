@@ -1,4 +1,4 @@
-"""SQLite as a store: WAL, `synchronous=FULL`, one writer at a time, any number of readers and processes."""
+"""Connections to one SQLite file: WAL, `synchronous=FULL`, one writer at a time, any number of readers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import os
 import resource
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.errors import HoldfastError, StoreError, StoreFull, StoreUnavailable
+from holdfast.store.in_sql.database import Db, Dialect, Transaction
 from holdfast.store.migrations import pending
 from holdfast.store.pool import Pool
+from holdfast.store.sqlite.transaction import SqliteDialect, SqliteTransaction
+
+T = TypeVar("T")
 
 PAGE_BYTES = 8192
 CHECKPOINT_PAGES = 1000
@@ -22,13 +27,17 @@ appends write to a WAL that still grows, which the disk takes twice as long to m
 """
 
 BUSY_SECONDS = 30.0
+MAPPED_BYTES = 1 << 34
 
 
-class SqliteStore:
+class SqliteDatabase:
     """One database file. Writes are serialised; reads run beside them on connections of their own."""
 
-    def __init__(self, path: Path):
+    dialect: Dialect = SqliteDialect()
+
+    def __init__(self, path: Path, mapped: bool = False):
         self.path = path
+        self._mapped = mapped
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -54,6 +63,8 @@ class SqliteStore:
         connection.execute(f"pragma wal_autocheckpoint = {CHECKPOINT_PAGES}")
         # Some builds (Debian's) fill every page they free with zeros, and write it: a tenth of a second to drop 20 MB.
         connection.execute("pragma secure_delete = fast")
+        if self._mapped:
+            connection.execute(f"pragma mmap_size = {MAPPED_BYTES}")
         return connection
 
     def _migrate(self) -> None:
@@ -85,6 +96,21 @@ class SqliteStore:
         """A connection for reading; several statements on it see one snapshot only inside `begin`."""
         with self.errors("read"), self._readers.connection() as connection:
             yield connection
+
+    def ask(self, work: Callable[[Db], T]) -> T:
+        with self.read() as connection:
+            return work(SqliteTransaction(connection))
+
+    def change(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        repeatable: bool = False,
+        before_retry: Callable[[StoreError], None] | None = None,
+    ) -> T:
+        """One try: a file does not go away, and whoever waits for its writer waits inside it."""
+        with self.write() as connection:
+            return work(SqliteTransaction(connection))
 
     @contextmanager
     def errors(self, doing: str) -> Iterator[None]:

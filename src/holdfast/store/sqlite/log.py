@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from holdfast.errors import StoreError
 from holdfast.log.contract import (
     BlockEntry,
     Data,
     Generation,
+    GenerationSealed,
     Head,
     Key,
     Landed,
     NewBlock,
     Retained,
     Run,
-    check_expected,
-    placed_from,
 )
-from holdfast.log.watch import LogChanges, Watcher
 from holdfast.model import Micros, Stream
-from holdfast.store.sqlite import SqliteStore
+from holdfast.store.sqlite.database import SqliteDatabase
+from holdfast.store.sqlite.transaction import insert_block
 
-POLL_SECONDS = 0.05
 _MANY = 500  # SQLite bounds the parameters of one statement
 _LARGE_BYTES = 32 << 10
 """A large body is read from its pages straight to where it is wanted; as a statement's result it is copied twice."""
@@ -36,20 +30,20 @@ _LARGE_BYTES = 32 << 10
 class SqliteLog:
     """The seam of `contract.py` over one SQLite file."""
 
-    def __init__(self, store: SqliteStore):
-        self.store = store
+    def __init__(self, database: SqliteDatabase):
+        self.database = database
 
     def create_log(self, log: str, shards: int, shard_by: str, now: Micros) -> None:
-        with self.store.write() as db:
+        with self.database.write() as db:
             if db.execute("insert or ignore into logs values (?, ?)", (log, shard_by)).rowcount:
                 _open_generation(db, log, 1, shards, now)
 
     def logs(self) -> dict[str, str]:
-        with self.store.read() as db:
+        with self.database.read() as db:
             return dict(db.execute("select log, shard_by from logs order by log"))
 
     def generations(self, log: str) -> list[Generation]:
-        with self.store.read() as db:
+        with self.database.read() as db:
             return [
                 Generation(*row)
                 for row in db.execute(
@@ -68,7 +62,7 @@ class SqliteLog:
         return found[0] if found else None
 
     def _heads(self, where: str, parameters: Sequence[object]) -> list[Head]:
-        with self.store.read() as db:
+        with self.database.read() as db:
             rows = db.execute(
                 "select s.id, s.log, s.shard, s.generation, s.next_offset, s.bytes, s.oldest, s.newest, s.sealed"
                 " from streams s join generations g on g.log = s.log and g.generation = s.generation"
@@ -88,57 +82,22 @@ class SqliteLog:
         now: Micros,
         retained: Sequence[Retained] = (),
     ) -> tuple[list[Landed], bool] | None:
-        landed = []
-        with self.store.write() as db:
-            if key is not None:
-                row = db.execute("select sequence, placed from writers where writer = ?", (key.writer,)).fetchone()
-                if row is not None and row[0] >= key.sequence:
-                    return (placed_from(row[1]) if row[0] == key.sequence else []), True
-            streams = [
-                db.execute(
-                    "select id, next_offset, coalesce(newest, 0), sealed from streams"
-                    " where log = ? and generation = ? and shard = ?",
-                    (log, generation, block.shard),
-                ).fetchone()
-                for block in blocks
-            ]
-            if any(row is None or row[3] for row in streams):
-                return None
-            for block, (stream, base, newest, _) in zip(blocks, streams, strict=True):
-                check_expected(expect, block.shard, base, log)
-                newest = max(newest, block.newest)
-                body = _insert_block(db, stream, base, newest, block)
-                db.execute(
-                    "update streams set next_offset = next_offset + ?, bytes = bytes + ?,"
-                    " oldest = min(coalesce(oldest, ?), ?), newest = ? where id = ?",
-                    (block.messages, len(block.data), block.oldest, block.oldest, newest, stream),
-                )
-                landed.append(Landed(block.shard, base, block.messages, body))
-            if topics:
-                db.executemany(
-                    "insert or ignore into topics values (?, ?, ?)", [(log, generation, topic) for topic in topics]
-                )
-            for last in {last.topic: last for last in retained}.values():
-                db.execute("delete from retained where log = ? and topic = ?", (log, last.topic))
-                if last.payload:
-                    db.execute("insert into retained values (?, ?, ?, ?, ?, ?, ?)", (log, *last))
-            if key is not None:
-                db.execute(
-                    "insert into writers values (?, ?, ?, ?) on conflict (writer) do update set"
-                    " sequence = excluded.sequence, placed = excluded.placed, updated_at = excluded.updated_at",
-                    (key.writer, key.sequence, json.dumps(landed), now),
-                )
-        return landed, False
+        try:
+            return self.database.change(
+                lambda change: change.append(log, generation, blocks, topics, expect, key, now, retained)
+            )
+        except GenerationSealed:
+            return None
 
     def retained(self, log: str) -> list[Retained]:
-        with self.store.read() as db:
+        with self.database.read() as db:
             rows = db.execute(
                 "select topic, payload, publisher, flags, properties, time from retained where log = ?", (log,)
             )
             return [Retained(*row) for row in rows]
 
     def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
-        with self.store.read() as db:
+        with self.database.read() as db:
             return [
                 BlockEntry(*row)
                 for row in db.execute(
@@ -151,7 +110,7 @@ class SqliteLog:
 
     def entries_at(self, stream: int, offsets: Sequence[int]) -> list[BlockEntry]:
         found: dict[int, BlockEntry] = {}
-        with self.store.read() as db:
+        with self.database.read() as db:
             for offset in offsets:
                 row = db.execute(
                     "select base, messages, bytes, newest, checksum, body from blocks"
@@ -171,7 +130,7 @@ class SqliteLog:
             else:
                 found[id_] = data
         if large:
-            with self.store.read() as db:
+            with self.database.read() as db:
                 for id_ in large:
                     if data := _read_blob(db, id_):
                         found[id_] = data
@@ -182,7 +141,7 @@ class SqliteLog:
 
     def _by_id(self, column: str, ids: Sequence[int]) -> dict[int, Any]:
         found: dict[int, Any] = {}
-        with self.store.read() as db:
+        with self.database.read() as db:
             for at in range(0, len(ids), _MANY):
                 some = ids[at : at + _MANY]
                 marks = ",".join("?" * len(some))
@@ -191,7 +150,7 @@ class SqliteLog:
         return found
 
     def topics(self, log: str, generation: int, prefix: str) -> list[str]:
-        with self.store.read() as db:
+        with self.database.read() as db:
             rows = db.execute(
                 "select topic from topics where log = ? and generation = ? and topic >= ? and topic < ?",
                 (log, generation, prefix, prefix + "\U0010ffff"),
@@ -199,7 +158,7 @@ class SqliteLog:
             return [topic for (topic,) in rows]
 
     def seal(self, log: str, shards: int | None, now: Micros) -> Generation:
-        with self.store.write() as db:
+        with self.database.write() as db:
             number, old_shards = db.execute(
                 "select generation, shards from generations where log = ? and sealed_at is null", (log,)
             ).fetchone()
@@ -210,11 +169,11 @@ class SqliteLog:
         return opened
 
     def drop(self, log: str, generation: int) -> None:
-        with self.store.write() as db:
+        with self.database.write() as db:
             db.execute("update generations set dropped = 1 where log = ? and generation = ?", (log, generation))
 
     def sweep(self, blocks_max: int) -> int:
-        with self.store.write() as db:
+        with self.database.write() as db:
             row = db.execute("select log, generation from generations where dropped limit 1").fetchone()
             if row is None:
                 return _sweep_dead(db, blocks_max)
@@ -233,7 +192,7 @@ class SqliteLog:
             return max(1, len(doomed))
 
     def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
-        with self.store.write() as db:
+        with self.database.write() as db:
             those = "from blocks where stream = ? and base >= ? and base < ?"
             place = (stream, old[0].base, old[-1].past)
             found = db.execute(f"select base, body {those} order by base", place).fetchall()
@@ -241,7 +200,7 @@ class SqliteLog:
                 return False
             db.execute(f"insert into dead_bodies select body {those}", place)
             db.execute(f"delete {those}", place)
-            _insert_block(db, stream, old[0].base, old[-1].newest, block)
+            insert_block(db, stream, old[0].base, old[-1].newest, block)
             db.execute(
                 "update streams set bytes = bytes + ? where id = ?",
                 (len(block.data) - sum(entry.bytes for entry in old), stream),
@@ -249,14 +208,14 @@ class SqliteLog:
         return True
 
     def indexed_to(self, stream: int) -> int:
-        with self.store.read() as db:
+        with self.database.read() as db:
             row = db.execute(
                 "select coalesce(max(past), 0) from topic_runs where stream = ? and bucket = 0", (stream,)
             ).fetchone()
             return int(row[0])
 
     def runs(self, stream: int, buckets: Sequence[int], offset: int) -> list[Run]:
-        with self.store.read() as db:
+        with self.database.read() as db:
             marks = ",".join("?" * len(buckets))
             return [
                 Run(*row)
@@ -268,7 +227,7 @@ class SqliteLog:
             ]
 
     def put_runs(self, stream: int, old: Iterable[tuple[int, int]], new: Sequence[Run]) -> None:
-        with self.store.write() as db:
+        with self.database.write() as db:
             db.executemany(
                 "delete from topic_runs where stream = ? and first = ? and level = ?",
                 [(stream, first, level) for first, level in old],
@@ -279,18 +238,15 @@ class SqliteLog:
             )
 
     def forget_writers(self, before: Micros) -> int:
-        with self.store.write() as db:
+        with self.database.write() as db:
             return db.execute("delete from writers where updated_at < ?", (before,)).rowcount
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        with self.store.read() as db:
-            return _totals(db)
-
-    def close(self) -> None:
-        self.store.close()
+        with self.database.read() as db:
+            return totals_of(db)
 
 
-def _totals(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
+def totals_of(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
     rows = db.execute("select log, sum(next_offset), max(generation) * 1000000 + count(*) from streams group by log")
     return {log: (messages, shape) for log, messages, shape in rows}
 
@@ -302,17 +258,6 @@ def _open_generation(db: sqlite3.Connection, log: str, number: int, shards: int,
     db.executemany(
         "insert into streams (log, generation, shard) values (?, ?, ?)", [(log, number, s) for s in range(shards)]
     )
-
-
-def _insert_block(db: sqlite3.Connection, stream: int, base: int, newest: Micros, block: NewBlock) -> int:
-    body = db.execute("insert into bodies (hashes, data) values (?, ?)", (block.hashes, block.data)).lastrowid
-    if body is None:
-        raise StoreError("SQLite gave the block's body no id")
-    db.execute(
-        "insert into blocks (stream, base, messages, bytes, newest, checksum, body) values (?, ?, ?, ?, ?, ?, ?)",
-        (stream, base, block.messages, len(block.data), newest, block.checksum, body),
-    )
-    return body
 
 
 def _read_blob(db: sqlite3.Connection, body: int) -> bytes:
@@ -330,26 +275,3 @@ def _sweep_dead(db: sqlite3.Connection, bodies_max: int) -> int:
     some = "in (select id from dead_bodies order by id limit ?)"
     db.execute(f"delete from bodies where id {some}", (bodies_max,))
     return db.execute(f"delete from dead_bodies where id {some}", (bodies_max,)).rowcount
-
-
-class SqliteWatcher(Watcher):
-    """Looks at the file's data version, which changes when another connection commits; then at the totals."""
-
-    def __init__(self, store: SqliteStore, poll_seconds: float = POLL_SECONDS):
-        super().__init__()
-        self._store = store
-        self._poll_seconds = poll_seconds
-
-    def _listen(self, ready: threading.Event) -> None:
-        with self._store.read() as db:
-            version = db.execute("pragma data_version").fetchone()
-            changes = LogChanges(lambda: _totals(db), lambda log: self._own.get(log, 0))
-            ready.set()
-            while not self._stop.wait(self._poll_seconds):
-                with suppress(sqlite3.OperationalError):  # busy or out of room: the next look will tell
-                    now = db.execute("pragma data_version").fetchone()
-                    if now != version:
-                        hints = changes.since_last()
-                        version = now
-                        for log in hints:
-                            self._hint(log)

@@ -1,4 +1,4 @@
-"""Metadata in the database that holds the log: what SQLite and PostgreSQL do alike.
+"""Metadata in the database that holds the log: SQL that SQLite and PostgreSQL share.
 
 A change runs in one transaction:
 
@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from holdfast.errors import StoreError
 from holdfast.metadata.contract import (
     Lease,
     LeaseEnded,
@@ -36,56 +37,25 @@ from holdfast.metadata.contract import (
 from holdfast.metadata.entries import Change, Deleted, Entry, Event, Put
 from holdfast.metadata.feed import Changes, Feed, FeedLine
 from holdfast.metadata.watch import Watch
+from holdfast.store.in_sql.database import Database, Db, Dialect, Rows
 
 T = TypeVar("T")
-Row = tuple[Any, ...]
-Rows = list[Row]
 
 DELETIONS_KEPT = 10_000
 """A watcher that is this many versions behind has to compare instead of being told."""
 
 
-class Db(Protocol):
-    """A connection of either kind; parameters are written as `?`."""
+class SqlMetadata(Metadata):
+    """Subclasses say how the feed reaches the database; see `SqliteMetadata` and `PostgresMetadata`.
 
-    def run(self, sql: str, *args: object) -> Rows: ...
+    `on_close` closes the store: who closes its metadata is done with all of it.
+    """
 
-    def run_many(self, sql: str, rows: Iterable[Row]) -> None: ...
-
-
-class Dialect(Protocol):
-    """Where the two databases' SQL differs."""
-
-    now: str
-    """The clock that decides about leases, in seconds since 1970."""
-    now_in_turn: str
-    """The same clock, read after the counter was locked, however long that took."""
-    locked: str
-    """Ends a select that keeps others from selecting the same way until the commit."""
-    each_of: str
-    """A subquery with one row per element of a JSON array."""
-    and_notify: str
-    """Ends the update of the counter: tell those who listen, once this is committed."""
-
-
-class InStore(Metadata):
-    """Subclasses say how to reach the database; see `SqliteMetadata` and `PostgresMetadata`."""
-
-    def __init__(self, dialect: Dialect, deletions_kept: int = DELETIONS_KEPT):
-        self._sql = dialect
+    def __init__(self, database: Database, on_close: Callable[[], None], deletions_kept: int = DELETIONS_KEPT):
+        self._database, self._sql = database, database.dialect
+        self._on_close = on_close
         self._deletions_kept = deletions_kept
-        self._feed = Feed(self._line)
-
-    @abstractmethod
-    def _read(self, work: Callable[[Db], T]) -> T:
-        """Repeated while the store is away."""
-
-    @abstractmethod
-    def _write(self, work: Callable[[Db], T], *, repeatable: bool = False, while_held: Lease | None = None) -> T:
-        """One transaction. Repeated while the store is away, after an unknown outcome only if `repeatable`.
-
-        With `while_held`, LeaseEnded once that lease must have ended: trying on would be of no use.
-        """
+        self.feed = Feed(self._line)
 
     @abstractmethod
     def _line(self) -> AbstractContextManager[FeedLine]:
@@ -94,13 +64,13 @@ class InStore(Metadata):
     def get(self, key: str) -> Entry | None:
         check_key(key)
         sql = f"select m.value, m.version {self._present} and m.key = ?"
-        rows = self._read(lambda db: db.run(sql, key))
+        rows = self._database.ask(lambda db: db.run(sql, key))
         return Entry(bytes(rows[0][0]), rows[0][1]) if rows else None
 
     def list(self, prefix: str) -> dict[str, Entry]:
         check_prefix(prefix)
         sql = f"select m.key, m.value, m.version {self._present} and m.key >= ? and m.key < ? order by m.key"
-        rows = self._read(lambda db: db.run(sql, prefix, prefix_end(prefix)))
+        rows = self._database.ask(lambda db: db.run(sql, prefix, prefix_end(prefix)))
         return {key: Entry(bytes(value), version) for key, value, version in rows}
 
     @property
@@ -116,26 +86,26 @@ class InStore(Metadata):
             turn.finish()
             return outcome
 
-        return self._told(self._write(work))
+        return self._told(self._database.change(work))
 
     def _told(self, outcome: T) -> T:
-        self._feed.nudge()
+        self.feed.nudge()
         return outcome
 
     def watch(self, prefix: str, wake: Callable[[], None] | None = None) -> Watch:
         check_prefix(prefix)
-        return self._feed.add(prefix, lambda: self._read(lambda db: snapshot(db, prefix)), wake)
+        return self.feed.add(prefix, lambda: self._database.ask(lambda db: snapshot(db, prefix)), wake)
 
     def sweep(self) -> None:
         """End the leases that have expired. Every change does so too."""
-        self._write(lambda db: _Turn(db, self._sql, self._deletions_kept).finish(), repeatable=True)
+        self._database.change(lambda db: _Turn(db, self._sql, self._deletions_kept).finish(), repeatable=True)
 
     def lease(self, ttl_seconds: float) -> Lease:
         check_ttl(ttl_seconds)
         sql = f"insert into metadata_leases (expires_at) values ({self._sql.now} + ?) returning id"
         asked_at = time.monotonic()
         # Repeated after an unknown outcome it may leave a lease that nobody knows: it expires.
-        rows = self._write(lambda db: db.run(sql, ttl_seconds), repeatable=True)
+        rows = self._database.change(lambda db: db.run(sql, ttl_seconds), repeatable=True)
         return Lease(self, rows[0][0], ttl_seconds, asked_at)
 
     def _renew(self, lease: Lease) -> None:
@@ -145,7 +115,11 @@ class InStore(Metadata):
         def work(db: Db) -> Rows:
             return db.run(sql, lease.ttl_seconds, lease.id)
 
-        if not self._write(work, repeatable=True, while_held=lease):
+        def still_held(error: StoreError) -> None:
+            if lease.remaining_seconds <= 0:
+                raise LeaseEnded(f"{lease} has ended while the store was away: {error}") from error
+
+        if not self._database.change(work, repeatable=True, before_retry=still_held):
             raise LeaseEnded(f"{lease} has ended")
 
     def _revoke(self, lease: Lease) -> None:
@@ -154,10 +128,11 @@ class InStore(Metadata):
             turn.end_leases(db.run("delete from metadata_leases where id = ? returning id", lease.id))
             turn.finish()
 
-        self._told(self._write(work, repeatable=True))
+        self._told(self._database.change(work, repeatable=True))
 
     def close(self) -> None:
-        self._feed.close()
+        self.feed.close()
+        self._on_close()
 
 
 class _Turn:

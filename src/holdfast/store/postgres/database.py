@@ -1,8 +1,9 @@
-"""PostgreSQL as a store: pooled connections, migrations under a lock, retries with backoff."""
+"""Connections to one PostgreSQL database: pooled, migrated under a lock, tried again with backoff."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,20 +13,25 @@ from psycopg import errors as pg
 
 from holdfast.errors import HoldfastError, OutcomeUnknown, StoreError, StoreFull, StoreUnavailable
 from holdfast.jitter import chance
+from holdfast.store.in_sql.database import Db, Dialect, Transaction
 from holdfast.store.migrations import pending
 from holdfast.store.pool import Pool
+from holdfast.store.postgres.transaction import Connection, PostgresDialect, PostgresTransaction
 
-Connection = psycopg.Connection[tuple[Any, ...]]
 T = TypeVar("T")
 
 MIGRATION_LOCK = 0x486F6C64  # any fixed number: two processes that start at once take turns
 
 
-class PostgresStore:
+class PostgresDatabase:
     """One database, its tables in the schema `holdfast`."""
+
+    dialect: Dialect = PostgresDialect()
 
     def __init__(self, dsn: str, retry_seconds: float = 30.0):
         self.dsn = dsn
+        self.instance = uuid.uuid4().hex
+        """What our own notifications are known by."""
         self.retry_seconds = retry_seconds
         """How long a call keeps trying while the server is away, before it says so."""
         self._pool: Pool[Connection] = Pool(self.connect)
@@ -77,6 +83,31 @@ class PostgresStore:
     def read(self) -> Iterator[Connection]:
         with self.errors("read from"), self._pool.connection() as db:
             yield db
+
+    def ask(self, work: Callable[[Db], T]) -> T:
+        def attempt() -> T:
+            with self.read() as connection:
+                return work(PostgresTransaction(connection, self.instance))
+
+        return self.retrying(attempt)
+
+    def change(
+        self,
+        work: Callable[[Transaction], T],
+        *,
+        repeatable: bool = False,
+        before_retry: Callable[[StoreError], None] | None = None,
+    ) -> T:
+        def attempt() -> T:
+            try:
+                with self.write() as connection:
+                    return work(PostgresTransaction(connection, self.instance))
+            except (StoreUnavailable, OutcomeUnknown) as error:
+                if before_retry is not None:
+                    before_retry(error)
+                raise
+
+        return self.retrying(attempt, repeatable=repeatable)
 
     def retrying(self, attempt: Callable[[], T], *, repeatable: bool = True) -> T:
         """Call until it works, with backoff and jitter, while the server is away.

@@ -4,70 +4,78 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import holdfast
+from holdfast.delivery.delivery import Blocked
+from holdfast.delivery.outlet import Outlet
 from holdfast.log import Log
 from holdfast.model import Batch, Message, Stream
 from holdfast.mqtt import codec
-from holdfast.runtime.dispatch import Dispatcher
+from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.ingest import LOG
-from holdfast.sessions.session import Session, Subscription
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
 
 SECONDS = 10.0
 S = Stream(LOG, 0, 1)
 
 
 class Subscriber:
-    """What the dispatcher sees of a connection: a session, a socket that takes everything, or nothing for now."""
+    """What the host sees of a connection: a session, and a socket that takes everything, or nothing for now."""
 
     def __init__(self, bench: Bench, name: str, *filters: str, qos: int = 0):
         self.bench = bench
-        self.session: Session | None = Session(name, 100)
-        self.closed = self.reading = False
-        self.blocked = False
-        self.pumped = 0
-        self.slow_loans: dict[Any, None] = {}
+        self.session = Session(name, 100)
+        self.machine = SimpleNamespace(open=True)
+        self.written = 0
         self.got: list[str] = []
+        self.outlet = Outlet(self.session, 5)
         for text in filters:
-            self.session.subscribe(Subscription(text, qos, since=dict(bench.dispatcher.heads)))
-            bench.dispatcher.live.add(text, self)
+            self.session.subscribe(Subscription(text, qos, since=dict(bench.delivery.heads)))
+        bench.delivery.attach(self.outlet, self)
 
-    def pump(self) -> None:
-        self.pumped += 1
-        session = self.session
-        if session is None or self.blocked:
-            return
-        out: list[bytes] = []
-        session.take(out, 65_535, 1 << 30, 5, 1 << 30, 0.0)
-        raw, at = b"".join(out), 0
+    def write(self, raw: bytes) -> None:
+        self.written += 1
+        at = 0
         while at < len(raw):
             first, start, at = codec.frame(raw, at)
             self.got.append(codec.decode_for_client(first, raw[start:at], 5).payload.decode())
-        if session.behind and not self.reading:
-            self.bench.dispatcher.feed(self)
+
+    def block(self, blocked: bool) -> None:
+        self.bench.delivery.handle(Blocked(self.outlet, blocked))
+
+    def go_back_to(self, offset: int) -> None:
+        """As after a resume: the stream is read from there."""
+        self.bench.delivery.detach(self.outlet, away=False)
+        self.session.positions.behind[S] = offset
+        self.outlet = Outlet(self.session, 5)
+        self.bench.delivery.attach(self.outlet, self)
 
 
 class Bench:
     def __init__(self, log: Log, other: Log, pending_bytes_max: int = 1 << 20):
         self.log, self.other = log, other
         self.seen: list[tuple[Stream, int]] = []
-        self.dispatcher = Dispatcher(log, self._see, pending_bytes_max)
+        self.delivery = DeliveryHost(log, self, pending_bytes_max)
+        self.task = asyncio.get_running_loop().create_task(self.delivery.follow())
 
-    def _see(self, rows: Any) -> None:
+    def see(self, rows: Any) -> None:
+        """In the place of retained messages, which see every block that is delivered."""
         self.seen += [(rows.stream, offset) for offset in rows.offsets]
 
     def commit(self, topics: list[str], texts: list[str], publisher: str = "p") -> set[str]:
-        """As the ingest does: append, then dispatch."""
+        """As the ingest does: append, then deliver."""
         batch = Batch(topics, [text.encode() for text in texts], publisher)
-        appended = self.log.append(LOG, batch)
-        return self.committed(appended, batch)
+        self.committed(self.log.append(LOG, batch), batch)
+        return self.delivery.machine.anyone_for(topics)
 
-    def committed(self, appended: Any, batch: Batch) -> set[str]:
+    def committed(self, appended: Any, batch: Batch) -> None:
         parts = {p.stream.shard: batch if p.rows is None else batch.take(p.rows) for p in appended.placed}
-        return self.dispatcher.committed(appended, parts, 0)
+        self.delivery.committed(appended, parts, 0)
 
     def elsewhere(self, topics: list[str], texts: list[str]) -> None:
         """Another process appends."""
@@ -83,11 +91,11 @@ def run(tmp_path: Any, work: Callable[[Bench], Awaitable[None]], shards: int = 1
         with holdfast.open(url) as log, holdfast.open(url) as other:
             log.create(LOG, shards)
             bench = Bench(log, other, **options)
-            bench.dispatcher.start()
             try:
                 await work(bench)
             finally:
-                bench.dispatcher.close()
+                bench.task.cancel()
+                bench.delivery.close()
 
     asyncio.run(asyncio.wait_for(whole(), 2 * SECONDS))
 
@@ -109,7 +117,7 @@ def test_a_commit_reaches_those_who_asked_for_it_and_says_what_was_heard(tmp_pat
 
 def test_those_who_are_away_count_as_listeners(tmp_path):
     async def work(bench: Bench) -> None:
-        bench.dispatcher.away.add("a/#", "sleeper")
+        bench.delivery.machine.away.add("a/#", "sleeper")
         assert bench.commit(["a/x", "b"], ["0", "1"]) == {"a/x"}
 
     run(tmp_path, work)
@@ -124,14 +132,14 @@ def test_other_processes_messages_arrive_in_order_between_our_own_and_nothing_tw
         assert one.got == ["0"], "what is in front comes first"
         bench.elsewhere(["t"], ["5"])
         bench.commit(["t"], ["6"])
-        bench.dispatcher.hint()
+        bench.delivery.hint()
         await until(lambda: len(one.got) == 7)
         assert one.got == [str(n) for n in range(7)]
         assert bench.seen == [(S, n) for n in range(7)]
-        bench.dispatcher.hint()
+        bench.delivery.hint()
         bench.commit(["t"], ["7"])
         await until(lambda: len(one.got) >= 8)
-        assert one.got == [str(n) for n in range(8)] and bench.dispatcher.heads == {S: 8}
+        assert one.got == [str(n) for n in range(8)] and bench.delivery.heads == {S: 8}
 
     run(tmp_path, work)
 
@@ -145,7 +153,7 @@ def test_two_writers_at_once_and_a_reader_that_misses_nothing(tmp_path, seed):
         def theirs() -> None:
             for n in range(60):
                 bench.elsewhere(["t"], [f"b{n}"])
-                loop.call_soon_threadsafe(bench.dispatcher.hint)
+                loop.call_soon_threadsafe(bench.delivery.hint)
 
         other = loop.run_in_executor(None, theirs)
         for n in range(60):
@@ -155,7 +163,7 @@ def test_two_writers_at_once_and_a_reader_that_misses_nothing(tmp_path, seed):
                 await asyncio.sleep(0)
             bench.committed(appended, batch)
         await other
-        bench.dispatcher.hint()
+        bench.delivery.hint()
         await until(lambda: len(one.got) >= 120)
         assert bench.seen == [(S, n) for n in range(120)]
         for letter in "ab":
@@ -173,11 +181,11 @@ def test_a_sealed_generation_is_followed_by_the_next(tmp_path):
         bench.commit(["t"], ["1"])
         bench.other.seal(LOG, 1)
         bench.elsewhere(["t"], ["2"])
-        bench.dispatcher.hint()
+        bench.delivery.hint()
         await until(lambda: len(one.got) == 3)
         assert one.got == ["0", "1", "2"]
-        assert {s.generation for s in bench.dispatcher.sealed} == {1, 2}
-        assert {s.generation for s in bench.dispatcher.heads} == {1, 2, 3}
+        assert {s.generation for s in bench.delivery.machine.sealed} == {1, 2}
+        assert {s.generation for s in bench.delivery.heads} == {1, 2, 3}
 
     run(tmp_path, work)
 
@@ -187,9 +195,9 @@ def test_dropped_generations_are_forgotten(tmp_path):
         bench.commit(["t"], ["0"])
         bench.log.seal(LOG)
         bench.log.drop(LOG, 1)
-        bench.dispatcher.hint()
-        await until(lambda: S not in bench.dispatcher.heads)
-        assert S not in bench.dispatcher.sealed
+        bench.delivery.hint()
+        await until(lambda: S not in bench.delivery.heads)
+        assert S not in bench.delivery.machine.sealed
 
     run(tmp_path, work)
 
@@ -197,17 +205,16 @@ def test_dropped_generations_are_forgotten(tmp_path):
 def test_a_session_that_does_not_read_waits_in_the_log_and_then_catches_up(tmp_path):
     async def work(bench: Bench) -> None:
         slow, quick = bench.subscriber("slow", "#"), bench.subscriber("quick", "#")
-        slow.blocked = True
+        slow.block(True)
         for n in range(50):
             bench.commit(["t"] * 2, [f"{n}a", f"{n}b"])
         assert len(quick.got) == 100 and not slow.got
-        assert slow.session is not None and slow.session.behind, "no more than a little waits in memory"
-        assert slow.session.ready_rows < 20
-        slow.blocked = False
-        slow.pump()
+        assert slow.session.positions.behind, "no more than a little waits in memory"
+        assert slow.session.outgoing.rows < 20
+        slow.block(False)
         await until(lambda: len(slow.got) >= 100)
         assert slow.got == quick.got
-        await until(lambda: not slow.session.behind)
+        await until(lambda: not slow.session.positions.behind)
         bench.commit(["t"], ["live again"])
         assert slow.got[-1] == "live again" and len(slow.got) == 101
 
@@ -217,12 +224,10 @@ def test_a_session_that_does_not_read_waits_in_the_log_and_then_catches_up(tmp_p
 def test_commits_during_a_catch_up_come_once_and_in_order(tmp_path):
     async def work(bench: Bench) -> None:
         one = bench.subscriber("one", "t")
-        assert one.session is not None
         for n in range(30):
             bench.commit(["t", "other"], [str(n), "x"])
         one.got.clear()
-        one.session.behind[S] = 0
-        bench.dispatcher.feed(one)
+        one.go_back_to(0)
         for n in range(30, 60):
             bench.commit(["t"], [str(n)])
             await asyncio.sleep(0)
@@ -238,11 +243,9 @@ def test_a_stream_that_was_dropped_under_a_reader_is_recorded(tmp_path):
         bench.commit(["t"], ["0"])
         bench.log.seal(LOG)
         bench.log.drop(LOG, 1)
-        assert one.session is not None
-        one.session.behind[S] = 0
-        bench.dispatcher.feed(one)
-        await until(lambda: one.session.skipped)
-        assert not one.session.behind and one.session.skipped[0].stream == str(S)
+        one.go_back_to(0)
+        await until(lambda: one.session.positions.gaps)
+        assert not one.session.positions.behind and one.session.positions.gaps[0].stream == str(S)
 
     run(tmp_path, work)
 
@@ -261,8 +264,8 @@ def test_ten_thousand_subscribers_and_a_block_touches_only_those_it_concerns(tmp
         wanted = [17, 4242, 9999, 17]
         bench.commit([f"vehicle/{n}/command" for n in wanted] + ["vehicle/17/other"], ["0", "1", "2", "3", "4"])
         assert sorted(looked_at) == ["v17", "v4242", "v9999"], "one offer each, and nobody else was asked"
-        assert [one.got for one in crowd if one.pumped] == [["0", "3"], ["1"], ["2"]]
-        assert sum(one.pumped for one in crowd) == 3
+        assert [one.got for one in crowd if one.written] == [["0", "3"], ["1"], ["2"]]
+        assert sum(one.written for one in crowd) == 3
 
     run(tmp_path, work)
 

@@ -76,8 +76,8 @@ class MemoryState:
 
 
 class MemoryMetadata(Metadata):
-    def __init__(self, state: MemoryState | None = None):
-        self._state = state or MemoryState()
+    def __init__(self, state: MemoryState, on_close: Callable[[], None]):
+        self._state, self._on_close = state, on_close
         self._watches: list[Watch] = []
         self._sweeper: threading.Thread | None = None
         self._closed = False
@@ -180,3 +180,4 @@ class MemoryMetadata(Metadata):
             watch.close()
         if self._sweeper is not None:
             self._sweeper.join()
+        self._on_close()

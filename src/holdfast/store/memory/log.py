@@ -238,6 +238,3 @@ class MemoryLog:
                     shape + stream.name.generation * 1000 + 1,
                 )
             return totals
-
-    def close(self) -> None:
-        pass

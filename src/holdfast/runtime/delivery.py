@@ -1,0 +1,258 @@
+"""The host of delivery: it gives the machine commits and what was read, and performs what the machine decides.
+
+Everything here runs on the loop's thread but the reads, which have threads of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+
+from holdfast.delivery import delivery as dv
+from holdfast.delivery.outlet import Outlet
+from holdfast.delivery.readers import Fetched, Reader, Request
+from holdfast.errors import HoldfastError, UnknownStream
+from holdfast.log import Appended, Chunk, Log
+from holdfast.log import blocks as columns
+from holdfast.log.history import History
+from holdfast.machine import TICK
+from holdfast.model import Batch, Stream
+from holdfast.mqtt.reasons import Reason
+from holdfast.runtime.connection import Connection
+from holdfast.runtime.ingest import LOG
+from holdfast.sessions.positions import Gap
+from holdfast.sessions.retained import RetainedMessages
+from holdfast.sessions.rows import Rows
+
+logger = logging.getLogger("holdfast.delivery")
+
+READ_ROWS = 8192
+READERS = 2
+
+
+class DeliveryHost:
+    """One per node."""
+
+    def __init__(self, log: Log, retained: RetainedMessages, pending_bytes_max: int):
+        self._log = log
+        self.history = History(log)
+        self.machine = dv.Delivery(retained, pending_bytes_max, READERS)
+        self.on_streams_changed: Callable[[], None] = lambda: None
+        self.on_loan_news: Callable[[Outlet], None] = lambda outlet: None
+        self.ask_clock: Callable[[Outlet], None] = lambda outlet: None
+        self._connections: dict[Outlet, Connection] = {}
+        self._pool = ThreadPoolExecutor(READERS, "holdfast-reader")
+        self._loop = asyncio.get_running_loop()
+        self._look_again = asyncio.Event()
+        self._rounds = 0
+        """How often the log's heads have been looked at and caught up with."""
+        self._round_over = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed = inf
+        for head in log.heads(LOG):
+            self.machine.heads[head.stream] = head.next_offset
+            if head.sealed:
+                self.machine.sealed.add(head.stream)
+        self.machine.lake = self._lake()
+
+    @property
+    def heads(self) -> dict[Stream, int]:
+        return self.machine.heads
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def handle(self, event: dv.DeliveryEvent) -> None:
+        now = self._loop.time()
+        self.machine.wall_ahead = time.time() - now
+        for effect in self.machine.handle(event, now):
+            self._perform(effect)
+        if self.machine.deadline != self._armed:
+            self._arm()
+
+    def attach(self, outlet: Outlet, connection: Connection) -> None:
+        self._connections[outlet] = connection
+        self.handle(dv.Attached(outlet))
+
+    def detach(self, outlet: Outlet, *, away: bool) -> None:
+        self.handle(dv.Detached(outlet, away))
+        self._connections.pop(outlet, None)
+
+    def committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> None:
+        """Blocks this node has just stored."""
+        try:
+            for placed in appended.placed:
+                offsets = range(placed.base, placed.base + placed.count)
+                self.handle(dv.Committed(Rows(placed.stream, offsets, parts[placed.stream.shard], now)))
+        except Exception:
+            self._look_again.set()  # it is in the log: what was not delivered is read from there
+            raise
+
+    def _perform(self, effect: dv.DeliveryEffect) -> None:
+        match effect:
+            case dv.Write(outlet, data):
+                if (connection := self._connections.get(outlet)) is not None and connection.machine.open:
+                    connection.write(data)
+            case dv.Fetch(reader, request, bytes_max):
+                reading = self._loop.run_in_executor(self._pool, self._read, request, bytes_max)
+                reading.add_done_callback(lambda done: self._fetched(reader, done))
+            case dv.NextTurn(outlet):
+                self._loop.call_soon(self._turn, outlet)
+            case dv.LoanNews(outlet):
+                self.on_loan_news(outlet)
+            case dv.AskClock(outlet):
+                self.ask_clock(outlet)
+                self._loop.call_soon(self._turn, outlet)
+            case dv.Follow():
+                self._look_again.set()
+            case dv.Broken(outlet, error):
+                logger.error("%s: our own fault; the connection is ended", outlet, exc_info=error)
+                if (connection := self._connections.get(outlet)) is not None:
+                    connection.close(Reason.UNSPECIFIED_ERROR)
+
+    def _turn(self, outlet: Outlet) -> None:
+        if outlet in self._connections:
+            self.handle(dv.Room(outlet))
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._armed = self.machine.deadline
+        if self._armed != inf:
+            self._timer = self._loop.call_at(self._armed, self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._armed = None, inf
+        self.handle(TICK)
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def _read(self, request: Request, bytes_max: int) -> Fetched:
+        """On a reader's thread."""
+        stream, at = request.stream, request.at
+        try:
+            reading = self._log.read(
+                stream,
+                at,
+                topics=request.wanted,
+                rows_max=READ_ROWS,
+                bytes_max=bytes_max,
+                until=request.until,
+                on_corrupt="skip",
+            )
+        except UnknownStream as error:
+            try:
+                reading = self.history.read(stream, at, topics=request.wanted, rows_max=READ_ROWS, bytes_max=bytes_max)
+            except UnknownStream:
+                return Fetched(-1, (), (Gap(str(stream), at, None, str(error), time.time()),))
+        gaps = tuple(Gap(str(s), first, past, reason, time.time()) for s, first, past, reason in reading.skipped)
+        return Fetched(reading.next_offset, [rows_of(chunk) for chunk in reading.chunks], gaps)
+
+    def _fetched(self, reader: Reader, done: asyncio.Future[Fetched]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            for gap in done.result().gaps:
+                logger.warning("%r: skipped %s from %d: %s", reader, gap.stream, gap.first, gap.reason)
+            self.handle(dv.FetchDone(reader, done.result()))
+            return
+        logger.warning("%r cannot read: %s", reader, error, exc_info=not isinstance(error, HoldfastError) and error)
+        self.handle(dv.FetchFailed(reader))
+
+    # -- what other processes commit -----------------------------------------------------------------------
+
+    def hint(self) -> None:
+        """Somebody else appended (called on the loop's thread)."""
+        self._look_again.set()
+
+    async def caught_up(self) -> None:
+        """Everything that is in the log now has been delivered here, whichever process stored it."""
+        wanted = self._rounds + 2  # the round under way may have looked before now
+        while self._rounds < wanted:
+            self._look_again.set()
+            self._round_over.clear()
+            await self._round_over.wait()
+
+    async def follow(self) -> None:
+        """Read and deliver what other processes append, in order; for ever."""
+        while True:
+            await self._look_again.wait()
+            self._look_again.clear()
+            try:
+                await self._follow_once()
+            except HoldfastError as error:
+                logger.warning("cannot follow the log: %s", error)
+                await asyncio.sleep(0.5)
+                self._look_again.set()
+            else:
+                self._rounds += 1
+                self._round_over.set()
+
+    async def _follow_once(self) -> None:
+        loop = self._loop
+        heads = await loop.run_in_executor(self._pool, self._log.heads, LOG)
+        changed = {head.stream for head in heads} != self.heads.keys()
+        if changed:
+            lake = await loop.run_in_executor(self._pool, self._lake)
+            self.handle(dv.StreamsSeen([head.stream for head in heads], (), lake))
+        for head in heads:
+            await self._catch_up_with(head.stream, head.next_offset)
+        # Only now: a stream is done with once it has been delivered to its end.
+        if sealed := [head.stream for head in heads if head.sealed and head.stream not in self.machine.sealed]:
+            self.handle(dv.StreamsSeen([h.stream for h in heads], sealed, self.machine.lake))
+        if changed or sealed:
+            self.on_streams_changed()
+
+    async def _catch_up_with(self, stream: Stream, end: int) -> None:
+        self.handle(dv.Followed(stream, -1, 0, ()))  # blocks of our own may have waited only for the stream to be seen
+        while self.heads.get(stream, end) < end:
+            at = self.heads[stream]
+            stop = self.machine.next_early(stream, end)
+            rows = await self._loop.run_in_executor(self._pool, self._read_all, stream, at, min(stop - at, READ_ROWS))
+            self.handle(dv.Followed(stream, at, rows[-1].offsets[-1] + 1 if rows else stop, rows))
+
+    def _read_all(self, stream: Stream, at: int, rows_max: int) -> list[Rows]:
+        """On a reader's thread."""
+        reading = self._log.read(stream, at, rows_max=rows_max, on_corrupt="skip")
+        return [rows_of(chunk) for chunk in reading.chunks]
+
+    def _lake(self) -> dict[Stream, int]:
+        return {head.stream: head.next_offset for head in self.history.heads(LOG)}
+
+    async def look_at_lake(self) -> None:
+        """Which streams the store has dropped and the lake still has."""
+        lake = await self._loop.run_in_executor(self._pool, self._lake)
+        self.handle(dv.StreamsSeen(list(self.heads), (), lake))
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def rows_of(chunk: Chunk) -> Rows:
+    """A chunk's columns as Python values: what the sending loop works on."""
+    batch = chunk.batch
+    words = batch.column(columns.TOPIC)
+    names = words.dictionary.to_pylist()
+    people = batch.column(columns.PUBLISHER)
+    publishers = people.dictionary.to_pylist()
+    properties = batch.column(columns.PROPERTIES)
+    first = chunk.base + chunk.first
+    return Rows(
+        chunk.stream,
+        range(first, first + batch.num_rows) if chunk.rows is None else chunk.offsets(),
+        Batch(
+            topics=[names[code] for code in words.indices.to_pylist()],
+            payloads=batch.column(columns.PAYLOAD).to_pylist(),
+            publishers=publishers[0] if len(publishers) == 1 else [publishers[c] for c in people.indices.to_pylist()],
+            flags=batch.column(columns.FLAGS).to_pylist(),
+            properties=None if properties.null_count == len(properties) else properties.to_pylist(),
+        ),
+        batch.column(columns.TIME).cast("int64").to_pylist(),
+    )

@@ -1,0 +1,1 @@
+"""What the stores that speak SQL have in common: metadata, the lake's manifest, and how staged blocks are placed."""

@@ -1,0 +1,50 @@
+"""The store over one PostgreSQL database, which several nodes may serve."""
+
+from __future__ import annotations
+
+from holdfast.log.log import Log
+from holdfast.log.manifest import Manifest
+from holdfast.log.staging import Staging
+from holdfast.metadata.contract import Metadata
+from holdfast.store.contract import Bus
+from holdfast.store.in_sql.manifest import SqlManifest
+from holdfast.store.postgres.bus import PostgresBus
+from holdfast.store.postgres.database import PostgresDatabase
+from holdfast.store.postgres.log import PostgresLog
+from holdfast.store.postgres.metadata import PostgresMetadata
+from holdfast.store.postgres.staging import PostgresStaging
+from holdfast.store.postgres.watcher import PostgresWatcher
+
+
+class PostgresStore:
+    shared = True
+
+    def __init__(self, dsn: str, *, notifications: bool = True, retry_seconds: float = 30.0):
+        self.database = PostgresDatabase(dsn, retry_seconds)
+        log = PostgresLog(self.database)
+        self._watcher = PostgresWatcher(log, notifications)
+        self._log = Log(log, self._watcher, manifest=self.manifest(), on_close=self.close)
+        self._metadata = PostgresMetadata(self.database, self.close, notifications=notifications)
+        self._closed = False
+
+    def log(self) -> Log:
+        return self._log
+
+    def metadata(self) -> Metadata:
+        return self._metadata
+
+    def staging(self) -> Staging:
+        return PostgresStaging(self.database)
+
+    def manifest(self) -> Manifest:
+        return SqlManifest(self.database)
+
+    def bus(self, node: str) -> Bus:
+        return PostgresBus(self.database, node)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._watcher.close()
+            self._metadata.feed.close()
+            self.database.close()

@@ -1,0 +1,49 @@
+"""The store over one SQLite file. One node serves it; other processes read it and stage for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.log.log import Log
+from holdfast.log.manifest import Manifest
+from holdfast.log.staging import Staging
+from holdfast.metadata.contract import Metadata
+from holdfast.store.in_sql.manifest import SqlManifest
+from holdfast.store.sqlite.database import SqliteDatabase
+from holdfast.store.sqlite.log import SqliteLog
+from holdfast.store.sqlite.metadata import SqliteMetadata
+from holdfast.store.sqlite.staging import SqliteStaging
+from holdfast.store.sqlite.watcher import SqliteWatcher
+
+
+class SqliteStore:
+    shared = False
+
+    def __init__(self, path: Path, *, mapped: bool = False):
+        self.database = SqliteDatabase(path, mapped)
+        self._watcher = SqliteWatcher(self.database)
+        self._log = Log(SqliteLog(self.database), self._watcher, manifest=self.manifest(), on_close=self.close)
+        self._metadata = SqliteMetadata(self.database, self.close)
+        self._closed = False
+
+    def log(self) -> Log:
+        return self._log
+
+    def metadata(self) -> Metadata:
+        return self._metadata
+
+    def staging(self) -> Staging:
+        return SqliteStaging(self.database)
+
+    def manifest(self) -> Manifest:
+        return SqlManifest(self.database)
+
+    def bus(self, node: str) -> None:
+        return None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._watcher.close()
+            self._metadata.feed.close()
+            self.database.close()
