@@ -1,6 +1,6 @@
 """Shared groups: how fast streams change hands, what that moves, and what a group costs.
 
-python -m bench.groups [--only hands,silent,leader,consume,idle] [--rounds N] [--joins N]
+python -m bench.groups [--only hands,silent,leader,consume,keys,idle] [--rounds N] [--joins N]
 
 It starts `holdfast serve` with the default lease (5 s), ping (2 s) and timeout (3 s): one node on SQLite, and for the
 deaths of nodes two that share a PostgreSQL. Members are real clients over sockets; every delivery and acknowledgement
@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
@@ -237,7 +237,7 @@ def share_out(pipe: Connection, what: Load, count: int, members: int) -> tuple[f
         subscribe(sock, b"$share/g/" + what.filter, 1)
         socks.append(sock)
     rendezvous(pipe)
-    readers, left = [Reader(what, 1) for _ in socks], [b""] * members
+    readers, left = [Reader(what, 1, gaps=True) for _ in socks], [b""] * members
     index, poll = {sock.fileno(): n for n, sock in enumerate(socks)}, select.epoll()
     for sock in socks:
         poll.register(sock.fileno(), select.EPOLLIN)
@@ -263,38 +263,75 @@ def share_out(pipe: Connection, what: Load, count: int, members: int) -> tuple[f
     return end, cpu, [reader.count for reader in readers]
 
 
+@dataclass(frozen=True)
+class Flow:
+    """Publishes and their deliveries, all of them."""
+
+    per_second: float
+    cpu: float
+    """Microseconds of the node's time for each message."""
+    counts: list[int]
+    """Deliveries to each member."""
+
+
+def flow(node: Node, messages: int, publishers: int, key: str | None) -> Flow:
+    """To one plain subscriber, or to four members of a group with this key."""
+    what = Load(host="127.0.0.1", port=node.mqtt_port, run=f"bench{secrets.token_hex(4)}", publishers=publishers)
+    if key is None:
+        receivers = Role(load.receive, what, messages, f"{what.run}-sub")
+    else:
+        node.post("/api/v1/groups", {"name": "g", "filter": f"{what.run}/#", "key": key})
+        receivers = Role(share_out, what, messages, 4)
+    sending = Role(load.publish, what, messages, WINDOW // 4 if publishers > 1 else WINDOW)
+    receivers.await_ready()
+    sending.await_ready()
+    if key is not None:
+        owners(node, f"g:{what.run}/#", [f"{what.run}-m{n}" for n in range(4)])
+    process = psutil.Process(node.pid)
+    used = sum(process.cpu_times()[:2])
+    receivers.go()
+    sending.go()
+    published, received = sending.result(), receivers.result()
+    end, counts = (received.end, [messages]) if key is None else (received[0], received[2])
+    cpu = (sum(process.cpu_times()[:2]) - used) / messages * 1e6
+    return Flow(messages / (end - published.begin), cpu, counts)
+
+
 def bench_consume(options: argparse.Namespace) -> bool:
     """Publishes and their deliveries: to one plain subscriber, and to four members together."""
+    return _compared(options, 16, ["publisher"], at_least=80)
+
+
+def bench_keys(options: argparse.Namespace) -> bool:
+    """The same with one publisher, by whatever key: by message everybody works, at no more than 1.2 times the cost."""
+    return _compared(options, 1, ["publisher", "topic", "message"], at_least=100 / 1.2)
+
+
+def _compared(options: argparse.Namespace, publishers: int, keys: list[str], at_least: float) -> bool:
     from node import Node
 
-    plain, grouped = [], []
+    found: dict[str | None, list[Flow]] = {key: [] for key in (None, *keys)}
     with ExitStack() as stack:
         node = stack.enter_context(Node(Path(stack.enter_context(folder()))))
-
-        def run(work: Callable[..., Any], *arguments: Any, settle: bool = False) -> tuple[float, Any]:
-            what = Load(host="127.0.0.1", port=node.mqtt_port, run=f"bench{secrets.token_hex(4)}", publishers=16)
-            receivers = Role(work, what, options.messages, *(arguments or (f"{what.run}-sub",)))
-            publishers = Role(load.publish, what, options.messages, WINDOW // 4)
-            receivers.await_ready()
-            publishers.await_ready()
-            if settle:
-                owners(node, f"g:{what.run}/#", [f"{what.run}-m{n}" for n in range(4)])
-            receivers.go()
-            publishers.go()
-            published, received = publishers.result(), receivers.result()
-            return published.begin, received
-
-        run(load.receive)  # a warm-up
+        flow(node, options.messages, publishers, None)  # a warm-up
         for _ in range(options.rounds):
-            begin, received = run(load.receive)
-            plain.append(options.messages / (received.end - begin))
-            begin, (end, _, counts) = run(share_out, 4, settle=True)
-            grouped.append(options.messages / (end - begin))
-        note("to each of the four members, last round", ", ".join(f"{count:,}" for count in counts))
-    note("one plain subscriber", spread(plain, "deliveries/s"))
-    note("four members together", spread(grouped, "deliveries/s"))
-    share = middle([g / p for g, p in zip(grouped, plain, strict=True)])
-    return result("four members against one plain subscriber, middle", share * 100, "%", at_least=80)
+            for key, rounds in found.items():
+                rounds.append(flow(node, options.messages, publishers, key))
+    ok = True
+    for key, rounds in found.items():
+        name = "one plain subscriber" if key is None else f"four members by {key}"
+        note(name, spread([each.per_second for each in rounds], "deliveries/s"))
+        note(f"{name}: the node's time", f"{middle([each.cpu for each in rounds]):.1f} µs a message")
+        if key is not None:
+            note(f"{name}: to each, last round", ", ".join(f"{count:,}" for count in rounds[-1].counts))
+            share = middle([g.per_second / p.per_second for g, p in zip(rounds, found[None], strict=True)])
+            ok &= result(f"{name} against the plain one, middle", share * 100, "%", at_least=at_least)
+    if "message" in keys:
+        pairs = list(zip(found["message"], found["publisher"], strict=True))
+        ok &= result(
+            "by message against by publisher, time", middle([a.cpu / b.cpu for a, b in pairs]), "x", at_most=1.2
+        )
+    return ok
 
 
 def hold_members(pipe: Connection, what: Load, groups: int, members: int) -> None:
@@ -349,6 +386,7 @@ FIGURES = {
     "silent": Figure(bench_silent, "a node with members is killed; two nodes on one PostgreSQL"),
     "leader": Figure(bench_leader, "the leader's node is killed; two nodes on one PostgreSQL"),
     "consume": Figure(bench_consume, "16 publishers, 200 bytes, QoS 1, to one subscriber and to a group of four"),
+    "keys": Figure(bench_keys, "one publisher, 200 bytes, QoS 1, to one subscriber and to a group of four"),
     "idle": Figure(bench_idle, "groups with nothing to do"),
 }
 

@@ -1,6 +1,7 @@
 """MQTT end to end over loopback: publishes, deliveries, backlog, latency, cost, fan-out, idle connections.
 
-python -m bench.mqtt [--only publish,deliver,drain,ack,latency,steady,stalled,fanout,idle] [--store sqlite|postgres|memory]
+python -m bench.mqtt [--only publish,deliver,drain,ack,latency,steady,stalled,fanout,idle]
+                     [--store sqlite|postgres|memory]
                      [--port PORT [--http URL]]   a broker that is already running, any broker
 
 Without --port it starts `holdfast serve` on a folder of its own, with fsync before every acknowledgement as always.

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from heapq import merge as merge_sorted
 from typing import Any
 
+from holdfast.groups.protocol.nouns import Key
 from holdfast.groups.protocol.view import GroupView, Lag, StreamHead, lag
 from holdfast.groups.record import GroupRecord
 from holdfast.log import Log
@@ -50,6 +51,7 @@ def group_row(record: GroupRecord) -> dict[str, Any]:
         "name": record.group.name,
         "filter": record.group.filter,
         "order": record.order,
+        "key": record.key,
         "paused": record.paused,
         "ack_timeout_seconds": record.policy.ack_timeout_seconds,
         "attempts_max": record.policy.attempts_max,
@@ -64,8 +66,9 @@ def group_whole(view: GroupView, heads: Mapping[Stream, StreamHead], now: Micros
         "group": str(view.group),
         "epoch": view.epoch,
         "order": view.order,
+        "key": view.key,
         "paused": view.paused,
-        "lag": sum(row.messages for row in rows if row.piece.of == 1) + _sliced_lag(rows),
+        "lag": _lag(rows, view.key),
         "lag_seconds": max((row.seconds for row in rows if row.seconds is not None), default=0.0),
         "members": [
             {"session": m.member.session, "node": m.node, "kind": m.kind, "status": m.status, "streams": m.pieces}
@@ -86,12 +89,13 @@ def group_whole(view: GroupView, heads: Mapping[Stream, StreamHead], now: Micros
     }
 
 
-def _sliced_lag(rows: Sequence[Lag]) -> int:
-    """Slices of one stream overlap in what they have not passed: count the worst of each."""
+def _lag(rows: Sequence[Lag], key: Key) -> int:
+    """Slices by publisher or topic overlap in what they have not passed: of these the worst of each stream counts."""
+    if key == "message":
+        return sum(row.messages for row in rows)
     worst: dict[Stream, int] = {}
     for row in rows:
-        if row.piece.of > 1:
-            worst[row.piece.stream] = max(worst.get(row.piece.stream, 0), row.messages)
+        worst[row.piece.stream] = max(worst.get(row.piece.stream, 0), row.messages)
     return sum(worst.values())
 
 

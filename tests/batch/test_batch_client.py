@@ -150,7 +150,7 @@ def test_an_assignment_is_of_one_version(node: Node, client: BatchClient) -> Non
     version, pieces = client.assignment()
     assert (version, client.version, sorted(pieces)) == (1, 1, [A, B])
     assert pieces[A].mark == Mark(4, ((7, 8),))
-    assert [offset for offset in range(10) if pieces[A].done.wants(offset, "x")] == [5, 6, 9]
+    assert [offset for offset in range(10) if pieces[A].done.wants(offset, "x", "t")] == [5, 6, 9]
     assert pieces[B].skip == (layer,)
     client.ack(A, [(5, 5)])
     assert client.assignment().pieces[A].mark == Mark(5, ((7, 8),))

@@ -401,7 +401,7 @@ def read_all(
                 for chunk in reading.chunks:
                     rows = chunk.batch.to_pylist()
                     for offset, row in zip(itertools.count(chunk.base + chunk.first), rows, strict=False):
-                        if wanted.matches(row["topic"]) and done.wants(offset, row["publisher"]):
+                        if wanted.matches(row["topic"]) and done.wants(offset, row["publisher"], row["topic"]):
                             text = row["payload"].decode()
                             assert text not in found
                             found[text] = piece

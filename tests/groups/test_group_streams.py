@@ -29,9 +29,9 @@ def streams(*infos: StreamInfo, **given: object) -> GroupStreams:
 
 def test_a_stream_that_only_the_lake_has_is_lent_like_any_other():
     made = streams(StreamInfo(s(1), 5, True), StreamInfo(s(2)))
-    assert made.open_streams("strict") == [s(1)]
+    assert made.open_streams("strict", "publisher") == [s(1)]
     made.merge(Piece(s(1)), "b.0", Mark(4))
-    assert made.open_streams("strict") == [s(2)]
+    assert made.open_streams("strict", "publisher") == [s(2)]
 
 
 def test_a_stream_that_moves_to_the_lake_keeps_its_progress_and_nothing_is_lost():

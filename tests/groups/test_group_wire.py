@@ -31,6 +31,7 @@ VIEW = GroupView(
     (MemberView(MEMBER, "n1", "borrower", "connected", 1),),
     (PieceView(PIECE, None, "free", MARK),),
     2,
+    "topic",
 )
 BY_NAME = {
     "member": MEMBER,
@@ -55,13 +56,14 @@ BY_NAME = {
     "piece": PIECE,
     "mark": MARK,
     "skip": (LAYER,),
+    "key": "message",
     "policy": Policy(1.0, None),
     "attempts": ((3, 1),),
     "carried": (m.Carried(PIECE, "b.0", MARK),),
     "reports": (m.Report(PIECE, 6, MARK, True, ((8, 2),)),),
     "states": (m.Report(PIECE, 6, MARK),),
     "old_states": (m.Report(PIECE, 6, MARK, True),),
-    "streams": (m.Leased(PIECE, "b.0", MARK, (LAYER,)),),
+    "streams": (m.Leased(PIECE, "b.0", MARK, (LAYER,), "topic"),),
     "request": "r1",
     "error": "why",
     "view": VIEW,

@@ -58,7 +58,7 @@ class Bench:
 
     def connect(self, client_id: str, group: GroupId = G) -> Client:
         client = Client(client_id)
-        assert self.members.subscribe(client, client.way("to", group), None) == 0
+        assert self.members.subscribe(client, client.way("to", group), None, None) == 0
         return client
 
     def say(self, client: Client, message: Any, group: GroupId = G) -> tuple[int, str]:
@@ -97,8 +97,8 @@ def test_no_client_id_makes_a_name_that_is_anothers():
     assert module._name("a", one_group) != module._name("a/b", other_group)
     one, other = Client("c"), Client("c/g%3A")
     first, second = GroupId("g", "y"), GroupId("z", "y")
-    assert bench.members.subscribe(one, one.way("to", first), None) == 0
-    assert bench.members.subscribe(other, other.way("to", second), None) == 0
+    assert bench.members.subscribe(one, one.way("to", first), None, None) == 0
+    assert bench.members.subscribe(other, other.way("to", second), None, None) == 0
     bench.members.deliver(module._name("c", first), m.LeftGroup(MemberId("c")))
     assert len(one.got) == 1 and not other.got
 
@@ -119,9 +119,9 @@ def test_a_new_connection_of_the_same_client_takes_its_place_and_the_old_ones_en
 def test_one_client_listens_to_so_many_groups():
     bench = Bench(places_max=2)
     client = bench.connect("spark")
-    assert bench.members.subscribe(client, client.way("to", GroupId("h", "a")), None) == 0
-    assert bench.members.subscribe(client, client.way("to", GroupId("i", "a")), None) == QUOTA
-    assert bench.members.subscribe(client, client.way("to"), None) == 0, "again is not one more"
+    assert bench.members.subscribe(client, client.way("to", GroupId("h", "a")), None, None) == 0
+    assert bench.members.subscribe(client, client.way("to", GroupId("i", "a")), None, None) == QUOTA
+    assert bench.members.subscribe(client, client.way("to"), None, None) == 0, "again is not one more"
 
 
 def test_one_client_is_not_a_crowd():
@@ -227,7 +227,7 @@ def test_a_topic_that_is_not_utf8_is_refused_with_words():
     bad = f"{PREFIX}g%FF:a/from/spark"
     reason, why = bench.members.publish(client, bad, wire.encode(wanted(client)))
     assert reason == TOPIC_INVALID and "not percent-encoded UTF-8" in why
-    assert bench.members.subscribe(client, bad.replace("from", "to"), None) == FILTER_INVALID
+    assert bench.members.subscribe(client, bad.replace("from", "to"), None, None) == FILTER_INVALID
     with pytest.raises(Exception, match="expected"):
         Way.parse(f"{PREFIX}g%3Aa/sideways/spark")
 
@@ -235,5 +235,5 @@ def test_a_topic_that_is_not_utf8_is_refused_with_words():
 def test_with_groups_switched_off_everything_is_refused():
     bench = Bench(enabled=False)
     client = Client("spark")
-    assert bench.members.subscribe(client, client.way("to"), None) == 0x9E
+    assert bench.members.subscribe(client, client.way("to"), None, None) == 0x9E
     assert bench.say(client, wanted(client))[0] == 0x83

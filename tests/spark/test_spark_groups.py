@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import quote
 
 import numpy as np
@@ -21,7 +21,7 @@ from holdfast import Batch, Stream, testing
 from holdfast.batch import HeldPiece
 from holdfast.errors import RequestError
 from holdfast.groups.progress import Done
-from holdfast.groups.protocol.nouns import Layer, Loan, Mark, MemberId, Piece
+from holdfast.groups.protocol.nouns import Key, Layer, Loan, Mark, MemberId, Piece
 from holdfast.log import blocks
 from holdfast.model import now_micros
 from holdfast.spark.groups.portions import Portion, planned, undone
@@ -46,8 +46,8 @@ ALL = ReadAllAvailable()
 # ------------------------------------------------------------------------------------------ planning
 
 
-def held(piece: Piece, mark: Mark, skip: tuple[Layer, ...] = ()) -> HeldPiece:
-    return HeldPiece(Loan(MemberId("me"), piece, 1, "b.0"), mark, skip)
+def held(piece: Piece, mark: Mark, skip: tuple[Layer, ...] = (), key: Key = "publisher") -> HeldPiece:
+    return HeldPiece(Loan(MemberId("me"), piece, 1, "b.0"), mark, skip, key)
 
 
 def some_mark(chance: random.Random, past: int) -> Mark:
@@ -58,12 +58,14 @@ def some_mark(chance: random.Random, past: int) -> Mark:
     return Mark.of_cursor(cursor)
 
 
+@pytest.mark.parametrize("key", get_args(Key))
 @pytest.mark.parametrize("seed", range(40))
-def test_a_block_is_filtered_as_done_says(seed: int) -> None:
+def test_a_block_is_filtered_as_done_says(seed: int, key: Key) -> None:
     chance = random.Random(seed)
     count, of = 60, chance.choice([1, 2, 4])
     publishers = [f"v{chance.randrange(9)}" for _ in range(count)]
-    batch = Batch(["t"] * count, [b""] * count, publishers)
+    topics = [f"t/{chance.randrange(9)}" for _ in range(count)]
+    batch = Batch(topics, [b""] * count, publishers)
     columns, _, _ = blocks.record_batch(batch, now_micros())
     piece = Piece(Stream("messages", 0, 1), chance.randrange(of), of)
     mark = some_mark(chance, count)
@@ -71,15 +73,15 @@ def test_a_block_is_filtered_as_done_says(seed: int) -> None:
         Layer(n, tuple((part, some_mark(chance, count)) for part in range(n) if chance.random() < 0.7))
         for n in chance.sample([2, 4, 8], chance.randrange(3))
     )
-    portions = planned({piece: held(piece, mark, layers)}, {piece.stream: count}, chance.choice([None, 7, 25]))
-    done = Done(piece, mark, layers)
+    portions = planned({piece: held(piece, mark, layers, key)}, {piece.stream: count}, chance.choice([None, 7, 25]))
+    done = Done(piece, mark, layers, key)
     for portion in portions:
         again = Portion.from_json("messages", json.loads(json.dumps(portion.to_json())))
         assert again == portion
         at = slice(portion.first, portion.past)
         rows = Rows(np.arange(count, dtype=np.int64)[at], columns.slice(portion.first, portion.rows))
         found = undone(again, rows)
-        wanted = [n for n in range(portion.first, portion.past) if done.wants(n, publishers[n])]
+        wanted = [n for n in range(portion.first, portion.past) if done.wants(n, publishers[n], topics[n])]
         assert found.offsets.tolist() == wanted
         assert found.batch.num_rows == len(wanted)
 

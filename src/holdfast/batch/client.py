@@ -39,7 +39,7 @@ from holdfast.groups.protocol.messages import (
     UpdateStreams,
     UpdateStreamStates,
 )
-from holdfast.groups.protocol.nouns import GroupId, Layer, Loan, Mark, MemberId, Piece
+from holdfast.groups.protocol.nouns import GroupId, Key, Layer, Loan, Mark, MemberId, Piece
 from holdfast.groups.settings import MemberSettings
 from holdfast.groups.shares import check_group_name
 from holdfast.jitter import chance
@@ -59,11 +59,13 @@ class HeldPiece(NamedTuple):
     loan: Loan
     mark: Mark
     skip: tuple[Layer, ...]
+    key: Key = "publisher"
+    """What a slice is of; `done` minds it."""
 
     @property
     def done(self) -> Done:
         """Says of each message whether it is ours to read."""
-        return Done(self.loan.piece, self.mark, self.skip)
+        return Done(self.loan.piece, self.mark, self.skip, self.key)
 
 
 class Assignment(NamedTuple):
@@ -108,7 +110,7 @@ class BatchClient:
         self._events: deque[BatchEvent] = deque()
         self._handling = False
         self._out: list[bytes] = []
-        self._skips: dict[Loan, tuple[Layer, ...]] = {}
+        self._starts: dict[Loan, StartReading] = {}
         self._handed: set[Loan] = set()
         """Given to the reader, who has not said `drained` since."""
         self._stopped: set[Loan] = set()
@@ -170,12 +172,13 @@ class BatchClient:
             # The clock first: what we held may be somebody else's by now.
             self._catch_up()
             self._fail()
-            held = {
-                piece: HeldPiece(lent.loan, Mark.of_cursor(lent.cursor), self._skips.get(lent.loan, ()))
-                for piece, lent in self._machine.streams.items()
-            }
+            held = {piece: self._held(lent) for piece, lent in self._machine.streams.items()}
             self._handed.update(each.loan for each in held.values())
             return Assignment(self._machine.version, held)
+
+    def _held(self, lent: Lent) -> HeldPiece:
+        start = self._starts[lent.loan]
+        return HeldPiece(lent.loan, Mark.of_cursor(lent.cursor), start.skip, start.key)
 
     def ack(self, piece: Piece, ranges: Iterable[Range], course: str = "") -> None:
         """These offsets, first to last, need not be delivered to anybody any more.
@@ -268,15 +271,15 @@ class BatchClient:
         match effect:
             case Send(_, message):
                 self._say(message)
-            case StartReading(loan, _, skip):
-                self._skips[loan] = skip
+            case StartReading(loan):
+                self._starts[loan] = effect
                 self._courses[loan.piece] = loan.course
                 fact = self._facts.get((loan.piece, loan.course))
                 if fact is not None:
                     whole: list[Range] = [(0, fact.offset)] if fact.offset >= 0 else []
                     self._events.append(Acked(loan, (*whole, *fact.acked)))
             case StopReading(loan):
-                self._skips.pop(loan, None)
+                self._starts.pop(loan, None)
                 if loan in self._handed:
                     self._stopped.add(loan)
                 else:

@@ -19,7 +19,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs: JSON instead
 def ls(node: Node = DEFAULT, token: Token = None, json: AsJson = False) -> None:
     """Every declared group."""
     rows = call(node, "GET", "groups", token=token)["groups"]
-    keys = ("group", "order", "paused", "ack_timeout_seconds", "attempts_max")
+    keys = ("group", "key", "order", "paused", "ack_timeout_seconds", "attempts_max")
     output.table(rows if json else [{key: row[key] for key in keys} for row in rows], json)
 
 
@@ -32,6 +32,7 @@ def show(group: Group, node: Node = DEFAULT, token: Token = None, json: AsJson =
         return
     lag, seconds = whole["lag"], whole["lag_seconds"]
     print(f"{whole['group']}: lag {lag:,} messages, {seconds:.1f} s; led under epoch {whole['epoch']}")
+    print(f"key {whole['key']}, generations {whole['order']}{', paused' if whole['paused'] else ''}")
     output.table(whole["members"], False, title="Members")
     output.table(whole["streams"], False, title="Streams")
     if whole["skipped"]:
@@ -42,6 +43,9 @@ def show(group: Group, node: Node = DEFAULT, token: Token = None, json: AsJson =
 def create(
     group: Group,
     start: Annotated[str, typer.Option(help="beginning, latest, offset:N, or a time.")] = "latest",
+    key: Annotated[
+        str, typer.Option(help="publisher, topic or message: what goes to one member, in order.")
+    ] = "publisher",
     order: Annotated[str, typer.Option(help="strict or parallel generations.")] = "strict",
     ack_timeout_seconds: Annotated[float | None, typer.Option(help="Redeliver after so long.")] = None,
     attempts_max: Annotated[int | None, typer.Option(help="Set aside as dead letter after so many.")] = None,
@@ -55,6 +59,7 @@ def create(
         "name": name,
         "filter": filter_text,
         "start": start,
+        "key": key,
         "order": order,
         "ack_timeout_seconds": ack_timeout_seconds,
         "attempts_max": attempts_max,

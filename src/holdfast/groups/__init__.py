@@ -63,7 +63,7 @@ from holdfast.groups.leading.leader import Leader
 from holdfast.groups.leading.registry import Registry
 from holdfast.groups.member.agent import Agent, AnyAgent, NoAgent, farewell
 from holdfast.groups.member.batch_member import BatchMember
-from holdfast.groups.progress import Done, slice_of
+from holdfast.groups.progress import Done
 from holdfast.groups.protocol.nouns import GroupId, MemberId, Piece
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
@@ -87,5 +87,4 @@ __all__ = [
     "farewell",
     "is_shared",
     "parse_share",
-    "slice_of",
 ]

@@ -15,7 +15,7 @@ from typing import Literal
 from holdfast.errors import RequestError
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
-from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Policy
+from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Policy, check_key
 from holdfast.keys import progress_key, record_key, skipped_key
 from holdfast.model import Stream
 
@@ -34,6 +34,8 @@ class GroupRecord:
     born: str
     log: str = "messages"
     order: Order = "strict"
+    key: Key = "publisher"
+    """What belongs together, and goes to one member in order. It never changes: progress is counted by it."""
     turn: int = 0
     """How often the group was moved by a seek."""
     starts: Mapping[Stream, int] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class GroupRecord:
                 "born": self.born,
                 "log": self.log,
                 "order": self.order,
+                "key": self.key,
                 "turn": self.turn,
                 "starts": {str(stream): offset for stream, offset in sorted(self.starts.items())},
                 "from_generation": self.from_generation,
@@ -93,6 +96,7 @@ class GroupRecord:
                 born=value["born"],
                 log=value["log"],
                 order=value["order"],
+                key=check_key(value["key"]),
                 turn=value["turn"],
                 starts={Stream.parse(text): offset for text, offset in value["starts"].items()},
                 from_generation=value["from_generation"],

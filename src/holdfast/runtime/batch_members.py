@@ -24,7 +24,7 @@ from holdfast.auth.identity import Identity
 from holdfast.errors import HoldfastError, PeerError, RequestError
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol import wire
-from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
+from holdfast.groups.protocol.nouns import GroupId, Key, Mark, Piece
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.groups.shares import check_group_name
@@ -81,7 +81,8 @@ class BatchPlace(NamedTuple):
     client: ControlClient
     topic: str
     start: Start | None
-    """Where the group begins, should this member be the one to declare it."""
+    key: Key | None
+    """Where the group begins, and what its key is, should this member be the one to declare it."""
 
 
 class BatchMembers:
@@ -95,7 +96,7 @@ class BatchMembers:
         places_max: int,
         may_subscribe: Callable[[Identity, str], bool],
         send: Callable[[Address, Any], None],
-        declare: Callable[[GroupId, Start | None], Coroutine[Any, Any, GroupRecord]],
+        declare: Callable[[GroupId, Start | None, Key], Coroutine[Any, Any, GroupRecord]],
         known_ends: Callable[[], Mapping[Stream, int]],
         find_ends: Callable[[Iterable[Stream]], asyncio.Future[dict[Stream, int]]],
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
@@ -113,7 +114,7 @@ class BatchMembers:
 
     # -- listening ---------------------------------------------------------------------------------------
 
-    def subscribe(self, client: ControlClient, topic: str, start: Start | None) -> int:
+    def subscribe(self, client: ControlClient, topic: str, start: Start | None, key: Key | None) -> int:
         """A SUBSCRIBE to a control topic; what the SUBACK says."""
         if not self._enabled:
             return Reason.SHARED_SUBSCRIPTIONS_NOT_SUPPORTED
@@ -131,7 +132,7 @@ class BatchMembers:
         before = self._places.get(name)
         if before is not None and before.client is not client:
             self._of_client.get(before.client, set()).discard(name)  # an earlier connection of the same client
-        self._places[name] = BatchPlace(client, topic, start)
+        self._places[name] = BatchPlace(client, topic, start, key)
         mine.add(name)
         return Reason.GRANTED_QOS_0
 
@@ -259,7 +260,7 @@ class BatchMembers:
         registry = Address(self._node_id, "registry")
         match message:
             case m.FindLeader(born=""):
-                self._spawn(self._declare(message, place.start))
+                self._spawn(self._declare(message, place))
             case m.FindLeader():
                 self._send(registry, message)
             case m.UpdateStreamStates():
@@ -268,10 +269,10 @@ class BatchMembers:
             case m.LeaveGroup():
                 self._send(self._leaders.get(way.group, registry), message)
 
-    async def _declare(self, message: m.FindLeader, start: Start | None) -> None:
+    async def _declare(self, message: m.FindLeader, place: BatchPlace) -> None:
         """A member that does not know the group's `born` is content with the group as it is, or founds it."""
         try:
-            record = await self._declare_group(message.group, start)
+            record = await self._declare_group(message.group, place.start, place.key or "publisher")
         except HoldfastError as error:
             logger.warning("group %s could not be declared for %s: %s", message.group, message.member, error)
             return

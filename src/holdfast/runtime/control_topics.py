@@ -4,7 +4,7 @@ A handler registers its prefix once; connections and subscriptions ask the table
 
     handler = control_topics.handler(topic)       None: an ordinary topic
     handler.publish(client, topic, payload)       a PUBLISH: the reason code of its answer, and why
-    handler.subscribe(client, topic, start)       a SUBSCRIBE: the reason code for the SUBACK
+    handler.subscribe(client, topic, start, key)  a SUBSCRIBE: the reason code for the SUBACK
     handler.unsubscribe(client, topic)            an UNSUBSCRIBE: whether there was such a subscription
     control_topics.gone(client)                   the connection is over: every handler is told
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from holdfast.groups.protocol.nouns import Key
 from holdfast.model import Start
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class ControlHandler(Protocol):
 
     def publish(self, client: ControlClient, topic: str, payload: bytes) -> tuple[int, str]: ...
 
-    def subscribe(self, client: ControlClient, topic: str, start: Start | None) -> int: ...
+    def subscribe(self, client: ControlClient, topic: str, start: Start | None, key: Key | None) -> int: ...
 
     def unsubscribe(self, client: ControlClient, topic: str) -> bool: ...
 

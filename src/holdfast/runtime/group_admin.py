@@ -11,8 +11,8 @@ from typing import Any
 
 from holdfast.errors import Conflict, HoldfastError, RequestError
 from holdfast.groups.protocol import messages as m
-from holdfast.groups.protocol.nouns import GroupId
-from holdfast.groups.protocol.view import GroupView, StreamHead
+from holdfast.groups.protocol.nouns import GroupId, Key
+from holdfast.groups.protocol.view import GroupView, StreamHead, first_unacked
 from holdfast.groups.record import GroupRecord, expired
 from holdfast.log import Log
 from holdfast.machine import Address
@@ -46,9 +46,9 @@ class GroupAdmin:
         self._ask_seconds = ask_seconds
         self._asked: dict[str, asyncio.Future[m.Answer]] = {}
 
-    async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord:
-        """The group as it is, or made with the usual options; it persists from that moment on."""
-        record, _ = await self._on_thread(self._store.declare, group, start)
+    async def declare(self, group: GroupId, start: Start | None = None, key: Key = "publisher") -> GroupRecord:
+        """The group as it is, or made with this key and the usual options; it persists from that moment on."""
+        record, _ = await self._on_thread(self._store.declare, group, start, GroupOptions(key=key))
         return record  # type: ignore[no-any-return]
 
     async def create(self, group: GroupId, start: Start | None, options: GroupOptions) -> tuple[GroupRecord, bool]:
@@ -133,11 +133,12 @@ class GroupAdmin:
 def _heads_for(store: GroupStore, view: GroupView) -> dict[Stream, StreamHead]:
     floors: dict[Stream, int] = {}
     for piece, _, _, mark in view.pieces:
-        floors[piece.stream] = min(floors.get(piece.stream, mark.offset), mark.offset)
+        first = first_unacked(view.key, piece, mark)
+        floors[piece.stream] = min(floors.get(piece.stream, first), first)
     found = {}
     for head in store.log.heads(LOG):
         oldest = None
-        at = floors.get(head.stream, head.next_offset) + 1
+        at = floors.get(head.stream, head.next_offset)
         if at < head.next_offset:
             oldest = _time_of(store.log, head.stream, at)
         found[head.stream] = StreamHead(head.next_offset, head.sealed, oldest)

@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.errors import HoldfastError, RequestError, UnknownStream
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
-from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Policy
+from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Policy
 from holdfast.groups.record import GroupRecord, Order, loaded, stored
 from holdfast.keys import GROUPS, claim_key, is_record, progress_key, record_key, skipped_key
 from holdfast.log import Log
@@ -35,12 +35,13 @@ class GroupOptions:
     """What may be said of a group when it is declared, beside where it begins."""
 
     order: Order = "strict"
+    key: Key = "publisher"
     policy: Policy = NO_POLICY
     idle_seconds_max: float | None = None
 
     @classmethod
     def of_record(cls, record: GroupRecord) -> GroupOptions:
-        return cls(record.order, record.policy, record.idle_seconds_max)
+        return cls(record.order, record.key, record.policy, record.idle_seconds_max)
 
     def differences(self, wanted: GroupOptions) -> list[str]:
         """What is different there, in words: `order is strict, not parallel`."""
@@ -50,6 +51,7 @@ class GroupOptions:
     def _plain(self) -> dict[str, Any]:
         return {
             "order": self.order,
+            "key": self.key,
             "ack_timeout_seconds": self.policy.ack_timeout_seconds,
             "attempts_max": self.policy.attempts_max,
             "idle_seconds_max": self.idle_seconds_max,
@@ -229,6 +231,7 @@ class GroupStore:
                 born=uuid.uuid4().hex,
                 log=self._name,
                 order=wanted.order,
+                key=wanted.key,
                 starts=starts,
                 from_generation=from_generation,
                 policy=wanted.policy,

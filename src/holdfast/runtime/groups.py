@@ -26,7 +26,7 @@ from holdfast.groups.leading.registry import Registry
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
-from holdfast.groups.protocol.nouns import GroupId
+from holdfast.groups.protocol.nouns import GroupId, Key
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
 from holdfast.log import Log
@@ -177,8 +177,8 @@ class GroupHost:
         if self._last_words is not None and not self.members.members and not self._leaders:
             self._last_words.set()
 
-    async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord:
-        return await self.admin.declare(group, start)
+    async def declare(self, group: GroupId, start: Start | None = None, key: Key = "publisher") -> GroupRecord:
+        return await self.admin.declare(group, start, key)
 
     # -- for connections ---------------------------------------------------------------------------------
 

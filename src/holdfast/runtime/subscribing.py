@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from holdfast.auth.authenticator import Authenticator
 from holdfast.delivery.delivery import RetainedOwed, Subscribed, Unsubscribed
 from holdfast.errors import RequestError
-from holdfast.groups.protocol.nouns import GroupId
+from holdfast.groups.protocol.nouns import GroupId, Key, check_key
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.shares import is_shared, parse_share
 from holdfast.log import Log
@@ -36,6 +36,10 @@ from holdfast.topics import too_deep
 logger = logging.getLogger("holdfast.node")
 
 START_PROPERTY = "holdfast-start"
+KEY_PROPERTY = "holdfast-key"
+SHARE_KEY: Key = "message"
+"""The key of a group that a SUBSCRIBE makes without naming one: what `$share` means everywhere else."""
+
 RECORD_BYTES_MAX = 900_000
 
 Answer = tuple[bytes, Callable[[], None]]
@@ -45,7 +49,7 @@ Answer = tuple[bytes, Callable[[], None]]
 class Groups(Protocol):
     """What subscribing uses of the shared groups."""
 
-    async def declare(self, group: GroupId, start: Start | None = None) -> GroupRecord: ...
+    async def declare(self, group: GroupId, start: Start | None = None, key: Key = "publisher") -> GroupRecord: ...
 
     async def join(
         self, connection: Connection, session: Session, group: GroupId, subscription: Subscription
@@ -84,12 +88,13 @@ class Subscribing:
         if session is None:
             return b"", _nothing
         reasons: list[int] = []
+        why: dict[str, None] = {}
         try:
-            start = self._start_of(packet)
+            start, key = self._start_of(packet), self._key_of(packet)
         except RequestError as error:
             logger.info("%s: %s", session.client_id, error)
             refused = tuple(Reason.IMPLEMENTATION_SPECIFIC_ERROR for _ in packet.filters)
-            return codec.encode_suback(p.Suback(packet.packet_id, refused), connection.version), _nothing
+            return _suback(connection, packet, refused, [str(error)]), _nothing
         await self._published_before()
         last = {request.filter: at for at, request in enumerate(packet.filters)}
         changed, retained = False, []
@@ -97,13 +102,18 @@ class Subscribing:
             if at % 50 == 49:
                 await asyncio.sleep(0)  # a long packet must not keep the others waiting
             if (handler := self._control.handler(request.filter)) is not None:
-                reasons.append(handler.subscribe(connection, request.filter, start))
+                reasons.append(handler.subscribe(connection, request.filter, start, key))
                 continue
             reason = self._check_subscription(connection, session, request)
             if reason < 0x80 and last[request.filter] == at:  # of one filter given twice, the last counts
                 changed = True
                 if is_shared(request.filter):
-                    await self._add_share(connection, session, packet, request, start)
+                    try:
+                        await self._add_share(connection, session, packet, request, start, key)
+                    except RequestError as error:
+                        logger.info("%s: %s", session.client_id, error)
+                        why[str(error)] = None
+                        reason = Reason.IMPLEMENTATION_SPECIFIC_ERROR
                 elif await self._add_subscription(connection, session, packet, request, start):
                     retained.append(request.filter)
             reasons.append(reason)
@@ -112,10 +122,7 @@ class Subscribing:
         for request, reason in zip(packet.filters, reasons, strict=True):
             if reason < 0x80:
                 self._said.emit(notices.Subscribed(session.client_id, request.filter, request.qos))
-        if connection.version < p.V5:
-            reasons = [r if r < 0x80 else 0x80 for r in reasons]
-        answer = codec.encode_suback(p.Suback(packet.packet_id, tuple(reasons)), connection.version)
-        return answer, lambda: self._send_retained(connection, retained)
+        return _suback(connection, packet, reasons, why), lambda: self._send_retained(connection, retained)
 
     async def _published_before(self) -> None:
         await self._ingest.drained()
@@ -132,6 +139,12 @@ class Subscribing:
         for name, value in packet.properties.get("user_properties", []):
             if name == START_PROPERTY:
                 return parse_start(value)
+        return None
+
+    def _key_of(self, packet: p.Subscribe) -> Key | None:
+        for name, value in packet.properties.get("user_properties", []):
+            if name == KEY_PROPERTY:
+                return check_key(value)
         return None
 
     def _check_subscription(self, connection: Connection, session: Session, request: p.FilterRequest) -> int:
@@ -168,10 +181,13 @@ class Subscribing:
         packet: p.Subscribe,
         request: p.FilterRequest,
         start: Start | None,
+        key: Key | None,
     ) -> None:
         """Into a group: made by its first subscriber, and it persists from that moment on."""
         group = parse_share(request.filter)
-        record = await self._groups.declare(group, start)
+        record = await self._groups.declare(group, start, key=key or SHARE_KEY)
+        if key is not None and key != record.key:
+            raise RequestError(f"group {group} has the key {record.key}, not {key}; a key is for good")
         subscription = Subscription(
             request.filter,
             request.qos,
@@ -277,6 +293,14 @@ class Subscribing:
             await self._keeper.delete_cursors(session.client_id, gone, self._delivery.heads)
             await self._keeper.save(record_of(session, connected=True, now=time.time()))
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
+
+
+def _suback(connection: Connection, packet: p.Subscribe, reasons: Sequence[int], why: Iterable[str]) -> bytes:
+    if connection.version < p.V5:
+        reasons = [reason if reason < 0x80 else 0x80 for reason in reasons]
+    said = "; ".join(why)[:300]
+    properties: p.Properties = {"reason_string": said} if said else {}
+    return codec.encode_suback(p.Suback(packet.packet_id, tuple(reasons), properties), connection.version)
 
 
 def _nothing() -> None: ...

@@ -42,7 +42,7 @@ class LoanFeed:
     def __init__(self, start: StartReading, wanted: TopicFilter, subscription: Subscription):
         self.loan: Loan = start.loan
         self.stream: Stream = start.loan.piece.stream
-        self.done = Done(start.loan.piece, start.mark, start.skip)
+        self.done = Done(start.loan.piece, start.mark, start.skip, start.key)
         self.wanted, self.subscription = wanted, subscription
         self.next_offset = start.mark.offset + 1
         self.stopped = False
@@ -65,31 +65,33 @@ class LoanFeed:
 
     def choose(self, rows: Rows, picks: Sequence[int], past: int) -> Sequence[int]:
         """Which of the matching rows are this loan's to deliver; everything else below `past` is passed over."""
-        done, publishers, offsets = self.done, rows.publishers, rows.offsets
-        if done.plain_from(offsets[picks[0]] if picks else past):
-            mine = picks
-        else:
-            mine = [
-                at
-                for at in picks
-                if offsets[at] >= self.next_offset
-                and done.wants(offsets[at], publishers if isinstance(publishers, str) else publishers[at])
-            ]
+        offsets = rows.offsets
+        if picks and offsets[picks[0]] < self.next_offset:
+            picks = [at for at in picks if offsets[at] >= self.next_offset]
+        mine = self.done.chosen(picks, offsets, rows.publishers, rows.topics)
         if self.parked:
             mine = [at for at in mine if offsets[at] not in self.parked]
-        self._pass_over([offsets[at] for at in mine], past)
+        if isinstance(mine, range) and isinstance(offsets, range):
+            self._pass_over(offsets[mine.start : mine.stop : mine.step], past)
+        else:
+            self._pass_over([offsets[at] for at in mine], past)
         return mine
 
     def _pass_over(self, chosen: Sequence[int], past: int) -> None:
-        at = self.next_offset
+        """Of the offsets that may be ours, those below `past` that were not chosen are done with."""
+        step = self.done.step
+        at = self.next_offset + (self.done.index - self.next_offset) % step
         if self.parked:
             chosen = sorted({*chosen, *(offset for offset in self.parked if at <= offset < past)})
+        if isinstance(chosen, range) and chosen and chosen.step == step and chosen[0] == at:
+            at = chosen[-1] + step  # nothing in between was passed over: as many as there are, one look
+            chosen = ()
         for offset in chosen:
             if offset > at:
-                self._news.append((at, offset - 1))
-            at = offset + 1
+                self._news.append((max(0, at - step + 1), offset - step))
+            at = offset + step
         if at < past:
-            self._news.append((at, past - 1))
+            self._news.append((max(0, at - step + 1), past - 1))
         self.next_offset = past
 
     def catch_up(self, past: int) -> None:
@@ -124,7 +126,7 @@ class LoanFeed:
     def settle_offset(self, offset: int) -> None:
         """Acknowledged, or never to be sent."""
         self.in_flight.discard(offset)
-        self._news.append((offset, offset))
+        self._news.append((max(0, offset - self.done.step + 1), offset))
         self.news_to[self] = None
 
     def lost(self) -> None:

@@ -1,6 +1,7 @@
 """The promises, each checked as the run goes, and what must be true when the weather has cleared.
 
 one reader per loan           nobody delivers a message while another may deliver it too
+one key, one member           nobody is given a message while another, in good standing, has one of the same key
 cursors only forward          what is saved covers what was saved before
 nothing skipped               what is saved as acknowledged was acknowledged by a client
 acknowledged never again      nobody is given what is durable; in an exact run, nobody is given what was acked
@@ -11,9 +12,9 @@ after healing                 everything consumed, balanced within one, nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from holdfast.groups.progress import Done, StreamProgress, slice_of
+from holdfast.groups.progress import Done, StreamProgress, overlap, part_of
 from holdfast.groups.protocol.effects import GroupSend, Save, StartReading
 from holdfast.groups.protocol.messages import (
     Grant,
@@ -23,9 +24,10 @@ from holdfast.groups.protocol.messages import (
     PingResponse,
     UpdateStreams,
 )
-from holdfast.groups.protocol.nouns import GroupId, Layer, Loan, Mark, Piece
+from holdfast.groups.protocol.nouns import GroupId, Key, Layer, Loan, Mark, Piece
+from holdfast.groups.record import GroupRecord
 from holdfast.model import Stream
-from holdfast.sim.world import World
+from holdfast.sim.world import Sent, World
 
 
 class Violation(Exception):
@@ -33,12 +35,13 @@ class Violation(Exception):
 
 
 class SimReading:
-    """A loan that somebody reads right now."""
+    """A loan that somebody reads right now, or of which something is in flight."""
 
-    __slots__ = ("frozen", "loan", "where")
+    __slots__ = ("current", "frozen", "in_flight", "loan", "where")
 
-    def __init__(self, loan: Loan, where: str):
-        self.loan, self.where = loan, where
+    def __init__(self, loan: Loan, where: str, current: Callable[[], bool]):
+        self.loan, self.where, self.current = loan, where, current
+        self.in_flight: set[int] = set()
         self.frozen = False
         """Its node stands still, so it can deliver nothing."""
 
@@ -54,7 +57,10 @@ class Truth:
         """Acknowledged under a loan in good standing, and to whom; a crash of that one excuses its loss."""
         self.starts: dict[str, dict[Stream, int]] = {}
         """By course, where each stream began."""
-        self.orders: dict[str, str] = {}
+        self.declared: dict[str, GroupRecord] = {}
+        """By `born`, each group as it was declared."""
+        self.lent: dict[str, list[SimReading]] = {}
+        """By course, loans that are being read, and those of which something is still in flight."""
         self.deliveries = 0
         self.repeats = 0
         world.store.on_save = self.saved
@@ -64,9 +70,10 @@ class Truth:
 
     # ------------------------------------------------------------------------------------- reading
 
-    def started(self, effect: StartReading, where: str) -> SimReading:
+    def started(self, effect: StartReading, where: str, current: Callable[[], bool]) -> SimReading:
         loan = effect.loan
-        reading = SimReading(loan, where)
+        reading = SimReading(loan, where, current)
+        self.lent.setdefault(loan.course, []).append(reading)
         standing = self.readers.setdefault((loan.course, loan.piece.stream), [])
         self._alone(reading, standing)
         standing.append(reading)
@@ -79,6 +86,13 @@ class Truth:
         if reading in standing:
             standing.remove(reading)
 
+    def over(self, reading: SimReading) -> None:
+        """Nothing of it is in flight any more, or whatever is went back to the group."""
+        self.stopped(reading)
+        lent = self.lent[reading.loan.course]
+        if reading in lent:
+            lent.remove(reading)
+
     def resumed(self, reading: SimReading) -> None:
         """Its node stood still; by now it must have looked at its clock."""
         self._alone(reading, self.readers.get((reading.loan.course, reading.loan.piece.stream), []))
@@ -87,6 +101,7 @@ class Truth:
         loan = reading.loan
         key = (loan.course, loan.piece.stream)
         self._alone(reading, self.readers.get(key, []))
+        self._one_member(reading, offset)
         self.deliveries += 1
         if offset in self.acked.get(key, ()):
             self.repeats += 1
@@ -100,6 +115,13 @@ class Truth:
         if where:
             self.owed.setdefault(key, {})[offset] = where
 
+    def parked(self, loan: Loan, offset: int) -> None:
+        """Set aside as a dead letter, if it is in that loan's slice; else passed over."""
+        messages = self.world.log.messages.get(loan.piece.stream, [])
+        done = Done(loan.piece, Mark(), (), self._key(loan.course))
+        if offset < len(messages) and done.owns(offset, *messages[offset]):
+            self.was_acked(loan, offset)
+
     def crashed(self, where: str) -> None:
         """Whatever was known only there is lost, and nobody is to blame."""
         for key, owed in self.owed.items():
@@ -111,11 +133,32 @@ class Truth:
             if other is reading or other.frozen:
                 continue
             theirs = other.loan.piece
-            if theirs.of != mine.of or theirs.part == mine.part:
+            if overlap(theirs, mine):
                 self.fail("one reader per loan", f"{reading.where} has {reading.loan}, {other.where} has {other.loan}")
 
+    def _key(self, course: str) -> Key:
+        return self.declared[course.rpartition(".")[0]].key
+
+    def _one_member(self, reading: SimReading, offset: int) -> None:
+        """A member that lost its leader's trust may still have something in flight; nobody can be held to that."""
+        course, stream = reading.loan.course, reading.loan.piece.stream
+        key, messages = self._key(course), self.world.log.messages
+        if key == "message" or stream not in messages:
+            return
+        parallel = key == "publisher" and self.declared[course.rpartition(".")[0]].order == "parallel"
+        word = _word(key, messages[stream][offset])
+        for other in self.lent[course]:
+            theirs = other.loan.piece.stream
+            if not other.in_flight or other.loan.member == reading.loan.member or theirs not in messages:
+                continue
+            if other.frozen or not other.current() or (parallel and theirs.generation != stream.generation):
+                continue
+            if any(_word(key, messages[theirs][flying]) == word for flying in other.in_flight):
+                self.fail("one key, one member", f"{reading.where} is given {word}, {other.where} has {other.loan}")
+
     def _in_order(self, loan: Loan) -> None:
-        if self.orders.get(loan.course.rpartition(".")[0], "strict") != "strict":
+        record = self.declared[loan.course.rpartition(".")[0]]
+        if record.order != "strict" or record.key == "message":
             return
         stream = loan.piece.stream
         for earlier, messages in self.world.log.messages.items():
@@ -130,7 +173,6 @@ class Truth:
     def saved(self, save: Save, now: float) -> None:
         if save.record is not None:
             self.starts[save.record.course] = dict(save.record.starts)
-            self.orders[save.record.born] = save.record.order
         for progress in save.progress:
             before = self.world.store.progress.get((save.group, progress.stream))
             if before and before.course == progress.course:
@@ -142,25 +184,25 @@ class Truth:
 
     def _forward(self, before: StreamProgress, after: StreamProgress) -> None:
         if after.floor < before.floor or (
-            after.of == before.of
-            and not all(new.covers(old) for new, old in zip(after.cursors, before.cursors, strict=True))
+            after.cursors.keys() == before.cursors.keys()
+            and not all(after.cursors[piece].covers(old) for piece, old in before.cursors.items())
         ):
             self.fail("cursors only forward", f"{before} is followed by {after}")
-        lost = [o for o, p in self._messages(before.stream) if _done(before, o, p) and not _done(after, o, p)]
+        lost = [o for o, m in self._messages(before.stream) if _done(before, o, m) and not _done(after, o, m)]
         if lost:
             self.fail("cursors only forward", f"{before} is followed by {after}, which lacks {lost}")
 
-    def _messages(self, stream: Stream) -> Iterable[tuple[int, str]]:
+    def _messages(self, stream: Stream) -> Iterable[tuple[int, Sent]]:
         return enumerate(self.world.log.messages.get(stream, ()))
 
     def _nothing_skipped(self, course: str, piece: Piece, mark: Mark, skip: Iterable[Layer], who: str) -> None:
         acked = self.acked.get((course, piece.stream), set())
         start = self.starts.get(course, {}).get(piece.stream, 0)
-        done = Done(piece, mark, skip)
-        for offset, publisher in self._messages(piece.stream):
-            if offset < start or offset in acked or slice_of(publisher, piece.of) != piece.part:
+        done = Done(piece, mark, skip, self._key(course))
+        for offset, sent in self._messages(piece.stream):
+            if offset < start or offset in acked or not done.owns(offset, *sent):
                 continue
-            if not done.wants(offset, publisher):
+            if not done.wants(offset, *sent):
                 self.fail("nothing skipped", f"{who}: {piece} offset {offset} was never acknowledged")
 
     # --------------------------------------------------------------------------------------- leaders
@@ -169,8 +211,8 @@ class Truth:
         if not fresh:
             return
         match send.message:
-            case Grant(piece=piece, course=course, mark=mark, skip=skip):
-                self._knows_what_is_durable(group, Leased(piece, course, mark, skip))
+            case Grant(piece=piece, course=course, mark=mark, skip=skip, key=key):
+                self._knows_what_is_durable(group, Leased(piece, course, mark, skip, key))
             case LeaseStreams(streams=streams) | UpdateStreams(streams=streams):
                 for leased in streams:
                     self._knows_what_is_durable(group, leased)
@@ -186,17 +228,22 @@ class Truth:
         durable = self.world.store.progress.get((group, leased.piece.stream))
         if durable is None or durable.course != leased.course:
             return
-        done = Done(leased.piece, leased.mark, leased.skip)
-        for offset, publisher in self._messages(leased.piece.stream):
-            if done.wants(offset, publisher) and _done(durable, offset, publisher):
+        done = Done(leased.piece, leased.mark, leased.skip, leased.key)
+        for offset, sent in self._messages(leased.piece.stream):
+            if done.wants(offset, *sent) and _done(durable, offset, sent):
                 self.fail("acknowledged never again", f"{leased.piece} offset {offset} is durable, and lent again")
 
 
-def _done(progress: StreamProgress, offset: int, publisher: str) -> bool:
-    if progress.cursors[slice_of(publisher, progress.of)].is_acked(offset):
-        return True
+def _word(key: Key, sent: Sent) -> str:
+    return sent.publisher if key == "publisher" else sent.topic
+
+
+def _done(progress: StreamProgress, offset: int, sent: Sent) -> bool:
+    for piece, cursor in progress.cursors.items():
+        if part_of(progress.key, piece.of, offset, *sent) == piece.part and cursor.is_acked(offset):
+            return True
     for layer in progress.layers:
-        mark = dict(layer.marks).get(slice_of(publisher, layer.of))
+        mark = dict(layer.marks).get(part_of(progress.key, layer.of, offset, *sent))
         if mark is not None and mark.cursor().is_acked(offset):
             return True
     return False

@@ -69,15 +69,15 @@ class Member(Actor):
                 self._stop(self.readers[loan])
             case Abandon(loan):
                 reader = self.readers.pop(loan, None)
-                if reader and not reader.stopped:
-                    self.node.truth.stopped(reader.reading)
+                if reader:
+                    self.node.truth.over(reader.reading)
             case Redeliver(loan, offsets):
                 if reader := self.readers.get(loan):
                     self._deliver(reader, list(offsets))
             case Park(loan, offsets):
                 self.world.after(0.01, self, Acked(loan, tuple((offset, offset) for offset in offsets)))
                 for offset in offsets:
-                    self.node.truth.was_acked(loan, offset)
+                    self.node.truth.parked(loan, offset)
                 if reader := self.readers.get(loan):
                     reader.in_flight.difference_update(offsets)
                     self.world.after(0.02, self, _Pump(reader))
@@ -97,10 +97,10 @@ class Member(Actor):
     # ------------------------------------------------------------------------------------- reading
 
     def _start(self, effect: StartReading) -> None:
-        reading = self.node.truth.started(effect, self.name)
-        done = Done(effect.loan.piece, effect.mark, effect.skip)
+        reading = self.node.truth.started(effect, self.name, lambda: self.alive and self.current(effect.loan))
+        done = Done(effect.loan.piece, effect.mark, effect.skip, effect.key)
         counts = effect.policy != (None, None)
-        reader = SimReader(effect.loan, done, reading, done.cursor.floor, set(), counts=counts)
+        reader = SimReader(effect.loan, done, reading, done.cursor.floor, reading.in_flight, counts=counts)
         self.readers[effect.loan] = reader
         self.world.after(0.0, self, _Pump(reader))
 
@@ -112,6 +112,7 @@ class Member(Actor):
     def _drained(self, reader: SimReader) -> None:
         if reader.stopped and not reader.in_flight:
             self.readers.pop(reader.loan, None)
+            self.node.truth.over(reader.reading)
             self.world.after(0.0, self, Drained(reader.loan))
 
     def _step(self, event: object) -> None:
@@ -134,13 +135,14 @@ class Member(Actor):
             return
         passed: list[tuple[int, int]] = []
         sent: list[int] = []
+        step = reader.done.step
         while reader.position < len(messages) and len(reader.in_flight) + len(sent) < WINDOW:
             offset = reader.position
             reader.position += 1
-            if reader.done.wants(offset, messages[offset]):
+            if reader.done.wants(offset, *messages[offset]):
                 sent.append(offset)
-            elif not reader.done.cursor.is_acked(offset):
-                passed.append((offset, offset))
+            elif not reader.done.cursor.is_acked(offset) and offset % step == reader.done.index % step:
+                passed.append((max(0, offset - step + 1), offset))
         if passed:
             super()._step(Acked(reader.loan, tuple(passed)))
         if sent:
@@ -167,7 +169,7 @@ class Member(Actor):
             return  # it went back to the group
         reader.in_flight.discard(ack.offset)
         self.node.truth.was_acked(reader.loan, ack.offset, self.name if self.current(reader.loan) else "")
-        super().on(Acked(reader.loan, ((ack.offset, ack.offset),)))
+        super().on(Acked(reader.loan, ((max(0, ack.offset - reader.done.step + 1), ack.offset),)))
         if reader.stopped:
             self._drained(reader)
         else:
@@ -179,8 +181,7 @@ class Member(Actor):
         self.die()
         self.node.truth.crashed(self.name)
         for reader in self.readers.values():
-            if not reader.stopped:
-                self.node.truth.stopped(reader.reading)
+            self.node.truth.over(reader.reading)
         self.readers.clear()
 
     def freeze(self, frozen: bool) -> None:

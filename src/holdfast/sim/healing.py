@@ -149,8 +149,8 @@ def _group(run: Workload, group: GroupId, record: GroupRecord) -> list[str]:
         if missing:
             found.append(f"{group}: {stream} {missing} never consumed ({progress})")
         for piece in progress.pieces():
-            done = Done(piece, progress.mark(piece), progress.layers)
-            if any(done.wants(offset, publisher) for offset, publisher in enumerate(messages)):
+            done = Done(piece, progress.mark(piece), progress.layers, record.key)
+            if any(done.wants(offset, *sent) for offset, sent in enumerate(messages)):
                 found.append(f"{group}: {piece} is consumed, but its leader has not heard ({progress})")
     found += [
         f"{group} keeps {stream}" for stream in leader.group_streams.progress if stream not in run.world.log.messages
@@ -166,12 +166,22 @@ def _lent(leader: Leader, members: list[Person]) -> list[str]:
         found.append(f"{leader.group} seats {seated}, wanted {wanted}")
     if leader.book.unsettled:
         found.append(f"{leader.group}: unsettled {[str(piece) for piece in leader.book.unsettled]}")
-    loads = [len(leader.book.of_member(member)) for member in leader.seats]
+    key = leader.record.key if leader.record else "publisher"
+    held = {member: [entry.piece for entry in leader.book.of_member(member)] for member in leader.seats}
+    # By topic, slices of one number stay together: these are what is balanced.
+    numbers = {member: {(piece.part, piece.of) for piece in pieces} for member, pieces in held.items()}
+    loads = [len(numbers[member] if key == "topic" else held[member]) for member in leader.seats]
+    if key == "topic" and sum(loads) > len(set().union(*numbers.values())):
+        found.append(f"{leader.group}: slices of one number are with several members: {numbers}")
     if loads and max(loads) - min(loads) > 1:
         found.append(f"{leader.group} is not balanced: {loads}")
     if loads and not min(loads) and max(loads) and leader.settings.slices_max > 1:
         found.append(f"{leader.group}: somebody has no work: {loads}")
-    open_streams = leader.group_streams.open_streams(leader.record.order if leader.record else "strict")
+    open_streams = leader.group_streams.open_streams(leader.record.order if leader.record else "strict", key)
+    for stream in open_streams if key == "message" else ():
+        slices = [sum(piece.stream == stream for piece in pieces) for pieces in held.values()]
+        if slices and max(slices) - min(slices) > 1:
+            found.append(f"{leader.group}: the slices of {stream} are not spread: {slices}")
     if open_streams and loads and not sum(loads):
         found.append(f"{leader.group} lends nothing of {[str(stream) for stream in open_streams]}")
     return found

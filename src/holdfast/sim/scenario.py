@@ -3,10 +3,10 @@
     # a comment
     node n1                       a node; the first mention of one is enough
     streams 2                     the log's next generation, with so many shards (what was open is sealed)
-    group order=parallel start=latest slices=1 ack_timeout=1 attempts=3
+    group order=parallel key=topic start=latest slices=1 ack_timeout=1 attempts=3
     join a @n1                    a session subscribes (with `lease`: a batch reader joins)
     unsubscribe a                 and `subscribe a`, `close a`, `leave b`
-    publish 0 x x y               to shard 0 of the open generation, by these publishers
+    publish 0 x x y/t             to shard 0 of the open generation, by these publishers (and to these topics)
     hold a                        its client acknowledges nothing more, until `ack a`
     drop retention                the oldest generation is dropped
     lose Grant 1                  the next so many messages of that kind are lost
@@ -38,7 +38,7 @@ from holdfast.groups.protocol.messages import (
     SetPaused,
     UpdateStreams,
 )
-from holdfast.groups.protocol.nouns import GroupId, Policy
+from holdfast.groups.protocol.nouns import GroupId, Policy, check_key
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.machine import Address
@@ -115,6 +115,7 @@ class Scenario:
             group=GROUP,
             born="",
             order="parallel" if options.get("order") == "parallel" else "strict",
+            key=check_key(options.get("key", "publisher")),
             policy=Policy(float(timeout) if timeout else None, int(attempts) if attempts else None),
         )
         if "slices" in options:
@@ -126,12 +127,13 @@ class Scenario:
             group=GROUP,
             born=f"born{self.borns}",
             order=self.options.order,
+            key=self.options.key,
             policy=self.options.policy,
             starts=self.world.log.starts(self.start),
         )
         found = self.world.store.declare(record)
         self.truth.starts.setdefault(found.course, dict(found.starts))
-        self.truth.orders[found.born] = found.order
+        self.truth.declared[found.born] = found
         return found.born
 
     # ---------------------------------------------------------------------------------------- people
@@ -182,8 +184,9 @@ class Scenario:
 
     def on_publish(self, words: list[str]) -> None:
         stream = Stream("messages", int(words[0]), self.world.log.generation)
-        for publisher in words[1:]:
-            self.world.publish(stream, publisher)
+        for word in words[1:]:
+            publisher, _, topic = word.partition("/")
+            self.world.publish(stream, publisher, topic or "t")
 
     def on_drop(self, words: list[str]) -> None:
         self.world.log.drop_oldest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from holdfast.cursors import Cursor
 from holdfast.groups.protocol.effects import Effect, Save
 from holdfast.groups.protocol.messages import Carried, Leased, Report
 from holdfast.groups.protocol.nouns import Layer, Loan, Mark
@@ -44,7 +43,7 @@ def say(thing: object) -> str:
     parts = [name]
     for field in fields(thing):  # type: ignore[arg-type]
         value = getattr(thing, field.name)
-        if field.name in _QUIET or value in (None, (), False, ""):
+        if field.name in _QUIET or value in (None, (), False, "") or (field.name == "key" and value == "publisher"):
             continue
         if isinstance(value, tuple) and all(item is None for item in value):
             continue
@@ -58,7 +57,7 @@ def show(value: object) -> str:
             return f"{value:.3g}"
         case Report(piece, loan, mark, final):
             return f"{piece}#{loan}@{mark}{' final' if final else ''}"
-        case Carried(piece, _, mark) | Leased(piece, _, mark):
+        case Carried(piece, _, mark) | Leased(piece, _, mark, _, _):
             return f"{piece}@{mark}"
         case Loan() | Mark():
             return str(value)
@@ -84,11 +83,7 @@ def _save(save: Save) -> str:
         flags = [flag for flag in ("lent", "paused", "idle") if getattr(save.record, flag)]
         parts.append(f"record turn={save.record.turn}" + "".join(f" {flag}" for flag in flags))
     for progress in save.progress:
-        parts.append(f"{progress.stream}@" + "|".join(_cursor(cursor) for cursor in progress.cursors))
+        parts.append(f"{progress.stream}@" + "|".join(str(progress.mark(piece)) for piece in progress.pieces()))
     if save.forget:
         parts.append("forget " + " ".join(map(str, save.forget)))
     return " ".join(parts)
-
-
-def _cursor(cursor: Cursor) -> str:
-    return str(Mark.of_cursor(cursor))

@@ -7,10 +7,11 @@ consumed and nothing be left over.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from holdfast.groups.protocol.events import Retreat
 from holdfast.groups.protocol.messages import Ask, DeleteGroup, Request, Seek, SetPaused
-from holdfast.groups.protocol.nouns import GroupId, Policy
+from holdfast.groups.protocol.nouns import GroupId, Key, Policy
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.keys import record_key
@@ -56,6 +57,8 @@ class Workload:
         world.log.open_generation(self.shards)
         self.groups = [GroupId("g", "t/#")] if rng.random() < 0.8 else [GroupId("g", "t/#"), GroupId("h", "t/+")]
         self.order = rng.choice(["strict", "strict", "parallel"])
+        self.key: Key = rng.choice(["publisher", "topic", "message"])
+        self.publishers = [f"p{n}" for n in range(rng.choice([1, 8, 8]))]
         self.policy = rng.choice([Policy(), Policy(), Policy(), Policy(1.0, 3), Policy(None, 4)])
         self.borns = 0
         self.people = [Person(f"s{n + 1}") for n in range(rng.randint(1, 5))]
@@ -130,13 +133,14 @@ class Workload:
             group=group,
             born=f"born{self.borns}",
             order="parallel" if self.order == "parallel" else "strict",
+            key=self.key,
             starts=self.world.log.starts(rng.choice(["beginning", "latest"])),
             policy=self.policy,
             idle_seconds_max=rng.choice([None, 30.0]),
         )
         found = self.world.store.declare(record)
         self.truth.starts.setdefault(found.course, dict(found.starts))
-        self.truth.orders[found.born] = found.order
+        self.truth.declared[found.born] = found
         return found
 
     def _anyone(self) -> Person | None:
@@ -199,8 +203,10 @@ class Workload:
     def do_publish(self, _: Person | None) -> None:
         rng, world = self.world.rng, self.world
         if self.published < 80:
-            stream = rng.choice(world.log.open_streams())
-            world.publish(stream, f"p{rng.randint(0, 7)}")
+            # As the log does it: a publisher's messages lie in one shard, a topic's in as many as it has publishers in.
+            publisher = rng.choice(self.publishers)
+            streams = world.log.open_streams()
+            world.publish(streams[crc32(publisher.encode()) % len(streams)], publisher, f"t/{rng.randint(0, 4)}")
             self.published += 1
             world.after(rng.random() * self.publish_every, _Do(self), ("publish", None))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.groups.protocol.events import StreamInfo
 from holdfast.groups.protocol.messages import Answer, GroupMessage
@@ -39,11 +39,18 @@ class AnyNode(Protocol):
     def published(self, stream: Stream) -> None: ...
 
 
+class Sent(NamedTuple):
+    """A message, as far as it decides who gets it."""
+
+    publisher: str
+    topic: str
+
+
 class SimLog:
-    """The simulated log: for each stream, who published each message."""
+    """The simulated log: for each stream, who published each message, and to which topic."""
 
     def __init__(self) -> None:
-        self.messages: dict[Stream, list[str]] = {}
+        self.messages: dict[Stream, list[Sent]] = {}
         self.sealed: set[Stream] = set()
         self.generation = 0
         self.dropped: set[Stream] = set()
@@ -148,8 +155,8 @@ class World:
 
     # ---------------------------------------------------------------------------------------- log
 
-    def publish(self, stream: Stream, publisher: str) -> None:
-        self.log.messages[stream].append(publisher)
+    def publish(self, stream: Stream, publisher: str, topic: str) -> None:
+        self.log.messages[stream].append(Sent(publisher, topic))
         for node in self.nodes.values():
             if node.up:
                 node.published(stream)

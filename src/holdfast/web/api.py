@@ -18,7 +18,7 @@ from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal, is_loopback
 from holdfast.errors import Conflict, HoldfastError, PeerError, RequestError, StoreError, UnknownStream
 from holdfast.groups.protocol import messages as messages_of_groups
-from holdfast.groups.protocol.nouns import GroupId, Policy
+from holdfast.groups.protocol.nouns import GroupId, Key, Policy
 from holdfast.groups.shares import check_group_name
 from holdfast.model import At, Start, Stream, now_micros, parse_start
 from holdfast.mqtt.properties import decode_publish
@@ -47,6 +47,7 @@ class NewGroup(BaseModel):
     filter: str
     start: str = "latest"
     order: Literal["strict", "parallel"] = "strict"
+    key: Key = "publisher"
     ack_timeout_seconds: float | None = Field(default=None, gt=0)
     attempts_max: int | None = Field(default=None, ge=1)
     idle_seconds_max: float | None = Field(default=None, gt=0)
@@ -176,7 +177,7 @@ def make_app(node: Node) -> FastAPI:
     async def create_group(wanted: NewGroup, _: Identity = admin) -> Response:
         group = GroupId(check_group_name(wanted.name), check_filter(wanted.filter))
         policy = Policy(wanted.ack_timeout_seconds, wanted.attempts_max)
-        options = GroupOptions(wanted.order, policy, wanted.idle_seconds_max)
+        options = GroupOptions(wanted.order, wanted.key, policy, wanted.idle_seconds_max)
         record, new = await node.group_admin.create(group, parse_start(wanted.start), options)
         return _json(ops.group_row(record), 201 if new else 200)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import subprocess
@@ -115,6 +116,7 @@ class Member:
         receive_maximum: int | None = None,
         packet_maximum: int | None = None,
         start: str | None = None,
+        key: str | None = None,
         keep_alive: int = 60,
     ):
         self.client_id, self.share, self.version, self.qos = client_id, share, version, qos
@@ -151,20 +153,25 @@ class Member:
         assert connack[1] == 0, f"{client_id}: CONNACK {connack.hex(' ')}"
         self.session_present = bool(connack[0])
         if share is not None:
-            self.subscribe(share, start=start)
+            self.subscribe(share, start=start, key=key)
 
     # -- what a test does with it ------------------------------------------------------------------------
 
-    def subscribe(self, share: str, *, start: str | None = None) -> None:
+    def subscribe(self, share: str, *, start: str | None = None, key: str | None = None) -> None:
         self.share = share
+        suback = self.ask_to_subscribe(share, start, key)
+        assert suback[-1] == self.qos, f"{self.client_id}: SUBACK {suback.hex(' ')}"
+
+    def ask_to_subscribe(self, share: str, start: str | None = None, key: str | None = None) -> bytes:
+        """The SUBACK, whatever it says."""
         self._pid += 1
         properties = b"\0" if self.version == V5 else b""
-        if start is not None:
-            pair = b"\x26" + text("holdfast-start") + text(start)
-            properties = bytes([len(pair)]) + pair
+        wanted = {"holdfast-start": start, "holdfast-key": key}
+        pairs = b"".join(b"\x26" + text(n) + text(value) for n, value in wanted.items() if value is not None)
+        if pairs:
+            properties = bytes([len(pairs)]) + pairs
         self._send(0x82, struct.pack("!H", self._pid) + properties + text(share) + bytes([self.qos]))
-        suback = self._await(0x90)
-        assert suback[-1] == self.qos, f"{self.client_id}: SUBACK {suback.hex(' ')}"
+        return self._await(0x90)
 
     def unsubscribe(self) -> None:
         assert self.share is not None
@@ -359,6 +366,12 @@ class Publisher:
                 self._expect(shares, b"\x70\x02")
             return self.sent[first:]
 
+    def send(self, client: int, topic: str, number: int) -> None:
+        """Message `number` of `sent`, by this client, to this topic; durable when this returns."""
+        with self._lock:
+            self.socks[client].sendall(packet(0x32, text(topic) + self._id(number) + self.sent[number].encode()))
+            self._expect({client: [number]}, b"\x40\x02")
+
     @staticmethod
     def _id(number: int) -> bytes:
         return struct.pack("!H", 1 + number % 60_000)
@@ -413,7 +426,10 @@ def owners(whole: dict[str, Any]) -> Counter[str]:
 
 
 def settled(node: Node, group: str, members: Iterable[str], seconds: float = SECONDS) -> dict[str, Any]:
-    """Waits until exactly these are in the group, every stream is granted, and the loads differ by one at most."""
+    """Waits until exactly these are in the group, every stream is granted, and the loads differ by one at most.
+
+    By topic, slices of one number are one load, whatever their stream.
+    """
     wanted, last = sorted(members), {}
 
     def even() -> dict[str, Any] | None:
@@ -425,6 +441,8 @@ def settled(node: Node, group: str, members: Iterable[str], seconds: float = SEC
         if sum(held.values()) != len(whole["streams"]) or not whole["streams"]:
             return None
         loads = [held[member] for member in wanted]
+        if whole["key"] == "topic":
+            loads = [len({name.partition("[")[2] for name in streams_of(whole, member)}) for member in wanted]
         return whole if max(loads) - min(loads) <= 1 else None
 
     give_up = time.monotonic() + seconds
@@ -448,7 +466,12 @@ def holdfast(node: Node, *words: str) -> str:
     """What `holdfast ...` prints about this node."""
     done = subprocess.run(
         [holdfast_command(), *words],
-        env={"HOLDFAST_HTTP": node.http.removeprefix("http://"), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+        env={
+            "HOLDFAST_HTTP": node.http.removeprefix("http://"),
+            "PATH": "/usr/bin:/bin",
+            "COLUMNS": "200",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        },
         cwd=node.folder,
         capture_output=True,
         text=True,

@@ -103,7 +103,7 @@ def test_one_session_in_two_groups_with_the_same_filter(
 
 
 def test_a_stream_keeps_its_order(lone: Node, member: Connect, publisher: Publisher, ledger: Ledger, name: str) -> None:
-    members = [member(lone, f"{name}-{n}", f"$share/g/{name}/#") for n in range(3)]
+    members = [member(lone, f"{name}-{n}", f"$share/g/{name}/#", key="publisher") for n in range(3)]
     settled(lone, f"g:{name}/#", [m.client_id for m in members])
     sent = publisher.publish(f"{name}/x", 1000)
     ledger.await_acked(sent)
@@ -120,7 +120,7 @@ def test_a_member_that_never_acks_holds_up_only_its_own_streams(
     lone: Node, member: Connect, publisher: Publisher, ledger: Ledger, name: str
 ) -> None:
     group = f"g:{name}/#"
-    stuck = member(lone, f"{name}-stuck", f"$share/g/{name}/#", hold=True)
+    stuck = member(lone, f"{name}-stuck", f"$share/g/{name}/#", hold=True, key="publisher")
     busy = member(lone, f"{name}-busy", f"$share/g/{name}/#")
     whole = settled(lone, group, [stuck.client_id, busy.client_id])
     its = streams_of(whole, stuck.client_id)
@@ -219,7 +219,7 @@ def test_a_member_that_comes_back_is_not_counted_twice(
     lone: Node, member: Connect, publisher: Publisher, ledger: Ledger, name: str
 ) -> None:
     share, group = f"$share/g/{name}/#", f"g:{name}/#"
-    stays = member(lone, f"{name}-stays", share)
+    stays = member(lone, f"{name}-stays", share, key="publisher")
     comes = member(lone, f"{name}-comes", share, durable=True)
     sent: list[str] = []
     for turn in range(5):

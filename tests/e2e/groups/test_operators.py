@@ -293,7 +293,7 @@ def attempts(node: Node, group: str) -> int:
         entries = metadata.list("/holdfast/subscriptions/")
     wanted = f"group:{group}".replace("/", "%2F")
     found = [json.loads(entry.value) for key, entry in entries.items() if wanted in key]
-    return max((n for each in found for _, n in each.get("attempts", [])), default=0)
+    return max((n for each in found for _, _, some in each.get("attempts", []) for _, n in some), default=0)
 
 
 def dead_letters(node: Node, name: str) -> list[str]:

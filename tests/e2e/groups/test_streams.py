@@ -29,10 +29,13 @@ def described_log(node: Node) -> list[str]:
     return sorted({row["stream"] for row in rows})
 
 
-def test_more_members_than_streams_all_get_work(few: Node, member: Connect, ledger: Ledger, name: str) -> None:
-    """Streams are lent in slices, by publisher; when members go, what slices had done is not done again."""
+@pytest.mark.parametrize("key", ["publisher", "message"])
+def test_more_members_than_streams_all_get_work(
+    few: Node, member: Connect, ledger: Ledger, name: str, key: str
+) -> None:
+    """Streams are lent in slices of the key; when members go, what slices had done is not done again."""
     share, group = f"$share/g/{name}/#", f"g:{name}/#"
-    members = [member(few, f"{name}-{n}", share) for n in range(4)]
+    members = [member(few, f"{name}-{n}", share, key=key) for n in range(4)]
     whole = settled(few, group, [m.client_id for m in members])
     assert len(whole["streams"]) >= 4, whole["streams"]
     with Publisher(few.mqtt_port, name) as publisher:

@@ -173,7 +173,8 @@ class BatchDesk:
         for entry in self._book.of_member(seat.member):
             if entry.status in (LoanStatus.GRANTING, LoanStatus.GRANTED):
                 progress = self._group_streams.progress[entry.piece.stream]
-                found.append(Leased(entry.piece, progress.course, progress.mark(entry.piece), progress.layers))
+                mark = progress.mark(entry.piece)
+                found.append(Leased(entry.piece, progress.course, mark, progress.layers, progress.key))
         return tuple(found)
 
     # -------------------------------------------------------------------------- what comes back

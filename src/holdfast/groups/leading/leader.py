@@ -562,7 +562,16 @@ class Leader:
         finished = sum(self.group_streams.finished(stream) for stream in self.group_streams.progress)
         record = self.record
         return GroupView(
-            self.group, self.epoch, record.born, record.course, record.order, record.paused, members, pieces, finished
+            self.group,
+            self.epoch,
+            record.born,
+            record.course,
+            record.order,
+            record.paused,
+            members,
+            pieces,
+            finished,
+            record.key,
         )
 
     def story(self, stream: Stream) -> tuple[str, ...]:

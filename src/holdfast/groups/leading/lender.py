@@ -7,20 +7,23 @@
     (not to be lent)      GRANTING, GRANTED       call it back: Revoke
     anything              REVOKING, REVOKED       wait: each piece for itself, never for its neighbours
 
-The one surprising rule: a stream is cut into slices only while nothing of it is lent, so a stream that must be
-cut finer is first called back as a whole.
+The one surprising rule: a piece is cut into slices only while it is not lent, so one that must be cut finer is first
+called back, and so are all those that are to become one. With the key `topic` a slice is lent to nobody while anybody
+else still has the slice of that number in another stream: the same topic may be in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from holdfast.groups.leading.batch_seat import BatchDesk, BatchSeat
 from holdfast.groups.leading.loans import LoanBook, LoanEntry, LoanStatus
-from holdfast.groups.leading.placement import place, slices_wanted
+from holdfast.groups.leading.placement import place, place_together, slices_wanted
 from holdfast.groups.leading.seats import Seat
 from holdfast.groups.leading.streams import GroupStreams
+from holdfast.groups.progress import overlap
 from holdfast.groups.protocol.effects import LeaderEffect
 from holdfast.groups.protocol.messages import Grant, Report, Revoke, Revoked
 from holdfast.groups.protocol.nouns import MemberId, Piece
@@ -31,6 +34,9 @@ from holdfast.machine import Address, Send
 from holdfast.model import Stream
 
 _HELD = (LoanStatus.GRANTING, LoanStatus.GRANTED)
+
+COARSER_AT = 4
+"""Streams are cut coarser once there are so many times the slices that are needed."""
 
 
 class Lender:
@@ -52,10 +58,12 @@ class Lender:
         members = [seat.member for seat in self.seats.values() if seat.active] if lend else []
         pieces = self._pieces(record, len(members))
         held = {entry.piece: entry.owner for entry in self.book.entries.values() if entry.status in _HELD}
-        plan = place(pieces, held, members)
+        late = Counter(entry.owner for entry in self.book.unsettled.values() if entry.status not in _HELD)
+        plan = (place_together if record.key == "topic" else place)(pieces, held, members, late)
+        owners = self._owners() if record.key == "topic" else {}
         grants: dict[MemberId, list[Piece]] = {}
         for piece, member in plan.items():
-            if piece not in self.book.entries:
+            if piece not in self.book.entries and not _elsewhere(owners, piece, member):
                 grants.setdefault(member, []).append(piece)
         revokes: dict[MemberId, list[LoanEntry]] = {}
         for piece, owner in held.items():
@@ -106,24 +114,38 @@ class Lender:
 
     def _pieces(self, record: GroupRecord, members: int) -> list[Piece]:
         """Everything that may be lent now, cut so that everybody gets something."""
-        group_streams = self.group_streams
-        streams = group_streams.open_streams(record.order)
-        lent = {piece.stream for piece in self.book.entries}
-        of = slices_wanted(len(streams), members, self.settings.slices_max)
-        for stream in streams:
-            progress = group_streams.progress[stream]
-            if stream not in lent and progress.of != of and members:
-                progress.cut(of)
-                group_streams.dirty[stream] = None
-        missing = members - sum(group_streams.progress[stream].of for stream in streams)
+        progress, lent = self.group_streams.progress, self.book.entries
+        streams = self.group_streams.open_streams(record.order, record.key)
+        of = self._slices(record, streams, members)
+        for stream in streams if members else ():
+            if progress[stream].cut(of, lent):
+                self.group_streams.dirty[stream] = None
+        there = [piece for stream in streams for piece in progress[stream].pieces()]
+        missing = members - len(there)
         pieces: list[Piece] = []
-        for stream in streams:
-            progress = group_streams.progress[stream]
-            if missing > 0 and progress.of < of:
-                missing -= of - progress.of  # called back as a whole, and cut when it has come
-                continue
-            pieces += [piece for piece in progress.pieces() if not group_streams.piece_finished(piece)]
+        for piece in there:
+            if record.key != "publisher" and piece.of != of:
+                continue  # called back, and cut when it has come, with all that becomes one slice with it
+            if missing > 0 and piece.of < of and piece in lent:
+                missing -= of // piece.of - 1
+            elif not self.group_streams.piece_finished(piece):
+                pieces.append(piece)
         return pieces
+
+    def _slices(self, record: GroupRecord, streams: list[Stream], members: int) -> int:
+        of = slices_wanted(record.key, len(streams), members, self.settings.slices_max)
+        finest = max((piece.of for piece in self.book.entries if piece.stream in streams), default=of)
+        # A little too fine costs less than calling everything back, and again when the next one comes; but whoever is
+        # alone is given streams as they are.
+        keep = record.key != "publisher" and 1 < of < finest < COARSER_AT * of
+        return finest if keep else of
+
+    def _owners(self) -> dict[tuple[int, int], set[MemberId]]:
+        """Who has slices of which number, in whatever stream and status."""
+        found: dict[tuple[int, int], set[MemberId]] = {}
+        for entry in self.book:
+            found.setdefault((entry.piece.part, entry.piece.of), set()).add(entry.owner)
+        return found
 
     # ------------------------------------------------------------------------------------- saying
 
@@ -147,7 +169,8 @@ class Lender:
 
     def _grant(self, entry: LoanEntry) -> Grant:
         progress = self.group_streams.progress[entry.piece.stream]
-        attempts = () if entry.policy.attempts_max is None else tuple(sorted(progress.attempts.items()))
+        counts = progress.attempts.get(entry.piece, {})
+        attempts = () if entry.policy.attempts_max is None else tuple(sorted(counts.items()))
         return Grant(
             entry.owner,
             self.epoch,
@@ -158,6 +181,7 @@ class Lender:
             progress.layers,
             entry.policy,
             attempts,
+            progress.key,
         )
 
     def resend(self, now: float) -> list[LeaderEffect]:
@@ -199,8 +223,7 @@ class Lender:
                 self.book.move(entry, LoanStatus.GRANTED, now)
             progress = self.group_streams.progress[report.piece.stream]
             self.group_streams.merge(report.piece, progress.course, report.mark)
-            if report.attempts or progress.attempts:
-                progress.note_attempts(report.attempts)
+            if progress.note_attempts(report.piece, report.attempts):
                 self.group_streams.dirty[report.piece.stream] = None
             if report.final and entry.status is LoanStatus.REVOKING and not entry.final:
                 entry.final = urgent = True
@@ -252,3 +275,10 @@ class Lender:
                 owner, status = (entry.owner, entry.status.name.lower()) if entry else (None, "free")
                 pieces.append(PieceView(piece, owner, status, progress.mark(piece)))
         return members, tuple(pieces)
+
+
+def _elsewhere(owners: Mapping[tuple[int, int], set[MemberId]], piece: Piece, member: MemberId) -> bool:
+    """Has anybody but this member a slice with which this one may have messages of one topic?"""
+    return any(
+        overlap(piece, Piece(piece.stream, part, of)) and holders != {member} for (part, of), holders in owners.items()
+    )

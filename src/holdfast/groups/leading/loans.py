@@ -78,7 +78,8 @@ class LoanBook:
 
     def oldest_number(self, member: MemberId) -> int:
         """Every loan of this member that has a smaller number is over."""
-        return min([entry.number for entry in self.by_member.get(member, {}).values()], default=self.next_number)
+        # In the order they were made: numbers grow, and the first is the oldest.
+        return next((entry.number for entry in self.by_member.get(member, {}).values()), self.next_number)
 
     def find(self, piece: Piece, member: MemberId, number: int) -> LoanEntry | None:
         """That very loan, if it is still in the book."""

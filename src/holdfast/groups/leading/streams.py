@@ -3,7 +3,9 @@
     seen (in the log) --> open (its turn has come) --> finished (sealed and consumed) --> dropped (by retention)
 
 A stream is *open* if its generation's turn has come: with order "strict", once the generation before it is
-consumed, in the same shard if both have the same shards, in all of them if not (a publisher may have moved).
+consumed, in the same shard if both have the same shards, in all of them if not (a publisher may have moved). With the
+key `message` there is no order to keep, so whoever is slow with the last of one generation does not hold up the next;
+but the oldest still come first, and there are only so many loans.
 
 A stream that the store has dropped and the lake still holds stays among those that are seen, and may be lent.
 
@@ -16,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdfast.cursors import Cursor
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Skipped
 from holdfast.groups.protocol.events import StreamInfo
-from holdfast.groups.protocol.nouns import Mark, Piece
+from holdfast.groups.protocol.nouns import Key, Mark, Piece
 from holdfast.groups.record import GroupRecord
 from holdfast.model import Stream
+
+GENERATIONS_MAX = 2
+"""With the key `message`: so many generations of a shard are lent at once."""
 
 
 class GroupStreams:
@@ -40,10 +44,12 @@ class GroupStreams:
         self.from_generation = 0
         self._infos: tuple[StreamInfo, ...] = ()
         self._course = ""
+        self._key: Key = "publisher"
         self._starts: Mapping[Stream, int] = {}
 
     def load(self, record: GroupRecord, stored: Iterable[StreamProgress]) -> None:
-        self._course, self._starts, self.from_generation = record.course, record.starts, record.from_generation
+        self._course, self._starts, self._key = record.course, record.starts, record.key
+        self.from_generation = record.from_generation
         for progress in stored:
             if progress.course == record.course:
                 self.progress[progress.stream] = progress
@@ -68,7 +74,7 @@ class GroupStreams:
 
     def _start(self, stream: Stream) -> StreamProgress:
         self.forget.pop(stream, None)
-        begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0))
+        begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0), self._key)
         self.progress[stream] = begun
         return begun
 
@@ -88,7 +94,7 @@ class GroupStreams:
         if progress.merge(piece, mark):
             self.dirty[piece.stream] = None
             end = self.seen.get(piece.stream) if self.seen else None
-            if end is not None and progress.cursors[piece.part % progress.of].offset + 1 >= end:
+            if end is not None and any(progress.reached(mine) >= end for mine in progress.common(piece)):
                 self.news = True
 
     def finished(self, stream: Stream) -> bool:
@@ -97,13 +103,15 @@ class GroupStreams:
 
     def piece_finished(self, piece: Piece) -> bool:
         end = self.seen.get(piece.stream) if self.seen else None
-        return end is not None and self.progress[piece.stream].cursors[piece.part].offset + 1 >= end
+        return end is not None and self.progress[piece.stream].reached(piece) >= end
 
-    def open_streams(self, order: str) -> list[Stream]:
+    def open_streams(self, order: str, key: Key) -> list[Stream]:
         """Streams that are not consumed and whose turn has come."""
         unfinished = [stream for stream in sorted(self.seen or {}) if not self.finished(stream)]
         if order == "parallel":
             return unfinished
+        if key == "message":
+            return self._oldest(unfinished)
         shards: dict[tuple[str, int], set[int]] = {}
         for stream in self.seen or {}:
             shards.setdefault((stream.log, stream.generation), set()).add(stream.shard)
@@ -123,6 +131,13 @@ class GroupStreams:
                 before.append(mine)
         return sorted(found)
 
+    @staticmethod
+    def _oldest(unfinished: Iterable[Stream]) -> list[Stream]:
+        found: dict[tuple[str, int], list[Stream]] = {}
+        for stream in sorted(unfinished, key=lambda s: s.generation):
+            found.setdefault((stream.log, stream.shard), []).append(stream)
+        return sorted(stream for some in found.values() for stream in some[:GENERATIONS_MAX])
+
     def sweep(self, lent: set[Stream]) -> None:
         """Let go of streams that the log no longer has, and of the details of finished ones."""
         if self.seen is None:
@@ -133,9 +148,8 @@ class GroupStreams:
             self.dirty.pop(stream, None)
             self.forget[stream] = None
         for stream, progress in self.progress.items():
-            if (progress.of > 1 or progress.layers) and stream not in lent and self.finished(stream):
-                progress.cursors, progress.layers = [Cursor(progress.floor - 1)], ()
-                progress.attempts.clear()
+            if (len(progress.cursors) > 1 or progress.layers) and stream not in lent and self.finished(stream):
+                progress.whole()
                 self.dirty[stream] = None
 
     def _leave_behind(self, lent: set[Stream]) -> None:

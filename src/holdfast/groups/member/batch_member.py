@@ -238,7 +238,7 @@ class BatchMember:
         loan = Loan(self.member, leased.piece, self.version, leased.course)
         cursor = self.memories.recalled(loan, leased.mark)
         self.streams[leased.piece] = Lent(loan, cursor)
-        return StartReading(loan, Mark.of_cursor(cursor), leased.skip)
+        return StartReading(loan, Mark.of_cursor(cursor), leased.skip, key=leased.key)
 
     def _on_renew(self, renew: RenewStreamLease, now: float) -> list[MemberEffect]:
         if self.status is BatchMemberStatus.CONNECTING or self.status is BatchMemberStatus.LEAVING:

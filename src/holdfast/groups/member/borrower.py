@@ -333,7 +333,7 @@ class Borrower:
         loan = Loan(self.member, grant.piece, grant.loan, grant.course)
         held = self.loans[grant.piece] = Held(loan, self.memories.recalled(loan, grant.mark))
         effects: list[MemberEffect] = [
-            StartReading(loan, Mark.of_cursor(held.cursor), grant.skip, grant.policy),
+            StartReading(loan, Mark.of_cursor(held.cursor), grant.skip, grant.policy, grant.key),
             self._tell(held),
         ]
         if grant.policy != (None, None):

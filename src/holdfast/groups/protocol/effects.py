@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.groups.protocol.messages import GroupMessage
-from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Layer, Loan, Mark, MemberId, Policy
+from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Layer, Loan, Mark, MemberId, Policy
 from holdfast.machine import Send
 from holdfast.model import Stream
 
@@ -31,6 +31,8 @@ class StartReading:
     mark: Mark
     skip: tuple[Layer, ...] = ()
     policy: Policy = NO_POLICY
+    key: Key = "publisher"
+    """What the group's slices are by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,10 @@ class Redeliver:
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Set these aside as dead letters, durably, then report them `Acked`; do not deliver them any more."""
+    """Set these aside as dead letters, durably, then report them `Acked`; do not deliver them any more.
+
+    Those that are a neighbour slice's (`progress.Done.owns`) are reported and not set aside: their own reader does it.
+    """
 
     loan: Loan
     offsets: tuple[int, ...]

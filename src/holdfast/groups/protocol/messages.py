@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Layer, Mark, MemberId, Piece, Policy
+from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Layer, Mark, MemberId, Piece, Policy
 from holdfast.groups.protocol.view import GroupView
 from holdfast.machine import Address
 from holdfast.model import Stream
@@ -45,12 +45,13 @@ class Report(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """A piece as a batch member receives it: where to go on, and what earlier slicings have done."""
+    """A piece as a batch member receives it: where to go on, what earlier slicings have done, what slices are by."""
 
     piece: Piece
     course: str
     mark: Mark
     skip: tuple[Layer, ...] = ()
+    key: Key = "publisher"
 
 
 # --------------------------------------------------------------------------------- borrower -> leader
@@ -152,6 +153,8 @@ class Grant:
     skip: tuple[Layer, ...] = ()
     policy: Policy = NO_POLICY
     attempts: Attempts = ()
+    """Of this piece; after the stream was cut anew, perhaps of its neighbours too, whose the reader passes over."""
+    key: Key = "publisher"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
 from holdfast.cursors import Cursor, Range
+from holdfast.errors import RequestError
 from holdfast.machine import Address
 from holdfast.model import Stream
+
+Key = Literal["publisher", "topic", "message"]
+"""What belongs together in a group, and so goes to one member, in order; fixed when the group is declared."""
+
+
+def check_key(text: str) -> Key:
+    if text not in get_args(Key):
+        raise RequestError(f"key {text[:80]!r} is not known; a group's key is publisher, topic or message")
+    return cast("Key", text)
 
 
 class GroupId(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.groups.protocol.nouns import GroupId, Mark, MemberId, Piece
+from holdfast.groups.protocol.nouns import GroupId, Key, Mark, MemberId, Piece
 from holdfast.model import Micros, Stream
 
 
@@ -47,6 +47,7 @@ class GroupView:
     pieces: tuple[PieceView, ...]
     finished: int
     """Streams that are wholly consumed and only wait for retention."""
+    key: Key = "publisher"
 
 
 class StreamHead(NamedTuple):
@@ -67,11 +68,26 @@ class Lag(NamedTuple):
     owner: MemberId | None
     status: str
     messages: int
-    """Offsets not acknowledged; of a slice, those of its neighbours that it has not passed count too."""
+    """Offsets not acknowledged; of a slice by publisher or topic, those of its neighbours that it has not passed
+    count too: only a reader knows whose they are."""
     seconds: float | None
     """Age of the oldest unacknowledged message."""
     seconds_to_retention: float | None
     """How long until unread messages begin to vanish."""
+
+
+def first_unacked(key: Key, piece: Piece, mark: Mark) -> int:
+    """The first offset that the piece has not acknowledged, be it a neighbour's where offsets do not tell."""
+    at = mark.offset + 1
+    return at + (piece.part - at) % piece.of if key == "message" else at
+
+
+def own_unacked(key: Key, piece: Piece, mark: Mark, past: int) -> int:
+    """How many offsets below `past` the piece has not acknowledged, without its neighbours' where offsets tell."""
+    if key != "message" or piece.of == 1:
+        return mark.cursor().unacked_count(past)
+    part, of = piece.part, piece.of
+    return sum((last - part) // of - (first - 1 - part) // of for first, last in mark.cursor().unacked(0, past))
 
 
 def lag(view: GroupView, heads: Mapping[Stream, StreamHead], now: Micros) -> list[Lag]:
@@ -81,7 +97,7 @@ def lag(view: GroupView, heads: Mapping[Stream, StreamHead], now: Micros) -> lis
         head = heads.get(piece.stream)
         if head is None:
             continue
-        behind = mark.cursor().unacked_count(head.next_offset)
+        behind = own_unacked(view.key, piece, mark, head.next_offset)
         oldest, dropped = head.oldest_unacked, head.dropped_at
         rows.append(
             Lag(

@@ -3,7 +3,8 @@
 A batch is written out in full, piece by piece, into the offset that Spark keeps for it, so that it can be read again
 from its checkpoint alone: the same rows, whatever has become of the loans since.
 
-    {"group": "billing:trip/#", "batch": 7, "read": [[generation, shard, part, of, course, first, past, acked, skip]]}
+    {"group": "billing:trip/#", "batch": 7,
+     "read": [[generation, shard, part, of, course, first, past, acked, skip, key]]}
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from holdfast.batch import HeldPiece
 from holdfast.cursors import Range
 from holdfast.errors import RequestError
 from holdfast.groups.progress import slice_of
-from holdfast.groups.protocol.nouns import Layer, Mark, Piece
+from holdfast.groups.protocol.nouns import Key as GroupKey
+from holdfast.groups.protocol.nouns import Layer, Mark, Piece, check_key
 from holdfast.log import blocks
 from holdfast.model import Stream
 from holdfast.spark.reading import schema
@@ -40,6 +42,7 @@ class Portion(NamedTuple):
     course: str = ""
     acked: tuple[Range, ...] = ()
     skip: tuple[Layer, ...] = ()
+    key: GroupKey = "publisher"
 
     @property
     def rows(self) -> int:
@@ -51,16 +54,17 @@ class Portion(NamedTuple):
 
     def to_json(self) -> list[Any]:
         place = [self.stream.generation, self.stream.shard, self.part, self.of, self.course, self.first, self.past]
-        return [*place, self.acked, self.skip]
+        return [*place, self.acked, self.skip, self.key]
 
     @classmethod
     def from_json(cls, log: str, value: Sequence[Any]) -> Portion:
         try:
-            generation, shard, part, of, course, first, past, acked, skip = value
+            generation, shard, part, of, course, first, past, acked, skip, key = value
             layers = tuple(
                 Layer(n, tuple((at, Mark(up_to, _ranges(some))) for at, (up_to, some) in m)) for n, m in skip
             )
-            return cls(Stream(log, shard, generation), first, past, part, of, course, _ranges(acked), layers)
+            stream = Stream(log, shard, generation)
+            return cls(stream, first, past, part, of, course, _ranges(acked), layers, check_key(key))
         except (TypeError, ValueError) as error:
             raise RequestError(f"{json.dumps(value)} is no part of a group's batch: {error}") from error
 
@@ -102,7 +106,8 @@ def _portion(held: HeldPiece, count: int) -> Portion:
         if kept:
             layers.append(Layer(layer.of, kept))
     acked = _within(held.mark.acked, first, past)
-    return Portion(piece.stream, first, past, piece.part, piece.of, held.loan.course, acked, tuple(layers))
+    course = held.loan.course
+    return Portion(piece.stream, first, past, piece.part, piece.of, course, acked, tuple(layers), held.key)
 
 
 def _within(ranges: Iterable[Range], first: int, past: int) -> tuple[Range, ...]:
@@ -125,19 +130,23 @@ def _mask(portion: Portion, piece: schema.RowPiece) -> Mask | None:
         return None
     offsets = piece.offsets
     mask = ~_done(offsets, Mark(portion.first - 1, portion.acked))
-    column = piece.batch.column(blocks.PUBLISHER)
-    words, rows = column.dictionary.to_pylist(), column.indices.to_numpy()
     if portion.of > 1:
-        mask &= _slices(words, portion.of)[rows] == portion.part
+        mask &= _parts(portion.key, piece, portion.of) == portion.part
     for layer in portion.skip:
-        slices = _slices(words, layer.of)[rows]
+        parts = _parts(portion.key, piece, layer.of)
         for part, mark in layer.marks:
-            mask &= ~((slices == part) & _done(offsets, mark))
+            mask &= ~((parts == part) & _done(offsets, mark))
     return mask
 
 
-def _slices(publishers: Iterable[str], of: int) -> np.typing.NDArray[np.int64]:
-    return np.fromiter((slice_of(word, of) for word in publishers), np.int64)
+def _parts(key: GroupKey, piece: schema.RowPiece, of: int) -> np.typing.NDArray[np.int64]:
+    """Which of `of` slices each row is in."""
+    if key == "message":
+        return np.asarray(piece.offsets % of, np.int64)
+    column = piece.batch.column(blocks.PUBLISHER if key == "publisher" else blocks.TOPIC)
+    words = np.fromiter((slice_of(word, of) for word in column.dictionary.to_pylist()), np.int64)
+    found: np.typing.NDArray[np.int64] = words[column.indices.to_numpy()]
+    return found
 
 
 def _done(offsets: schema.Numbers, mark: Mark) -> Mask:
