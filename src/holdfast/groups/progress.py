@@ -129,12 +129,12 @@ class StreamProgress:
             return
         if self.of == 1:
             self.cursors = [self.cursors[0].copy() for _ in range(of)]
-            return
-        floor = self.floor
-        old = [(index, Mark.of_cursor(cursor)) for index, cursor in enumerate(self.cursors)]
-        self.cursors = [Cursor(floor - 1) for _ in range(of)]
-        for index, mark in old:
-            self.merge(Piece(self.stream, index, len(old)), mark)
+        else:
+            floor = self.floor
+            old = [(index, Mark.of_cursor(cursor)) for index, cursor in enumerate(self.cursors)]
+            self.cursors = [Cursor(floor - 1) for _ in range(of)]
+            for index, mark in old:
+                self.merge(Piece(self.stream, index, len(old)), mark)
         # What was cut like this before goes on where it was.
         for layer in [layer for layer in self.layers if layer.of == of]:
             for part, mark in layer.marks:

@@ -78,7 +78,7 @@ class GroupAdmin:
         request = uuid.uuid4().hex
         waiting: asyncio.Future[m.Answer] = asyncio.get_running_loop().create_future()
         self._host.asks[request] = waiting
-        ask = m.Ask(request, Address(self._host.node_id, "asker"), group, what)
+        ask = m.Ask(request, Address(self._host.node_id, "asker"), group, what, time.monotonic(), ASK_SECONDS)
         try:
             give_up = time.monotonic() + ASK_SECONDS
             while time.monotonic() < give_up:

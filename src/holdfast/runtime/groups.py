@@ -186,8 +186,8 @@ class GroupHost:
                 self._answer(self.registry, self._claim, group, lease)
             case fx.Resign(group, epoch):
                 self._answer(self.registry, self._resign, group, epoch)
-            case fx.StartLeader(group, epoch, trusted_until):
-                self._start_leader(group, epoch, trusted_until)
+            case fx.StartLeader():
+                self._start_leader(effect)
             case fx.StopLeader(group, epoch):
                 self._stop_leader(group, epoch)
             case fx.TrustUntil(until):
@@ -248,8 +248,17 @@ class GroupHost:
         except HoldfastError as error:
             logger.info("the claim on %s will end with its lease: %s", group, error)
 
-    def _start_leader(self, group: GroupId, epoch: int, trusted_until: float) -> None:
-        machine = Leader(group, epoch, self.node_id, self.leader_settings, trusted_until, time.monotonic())
+    def _start_leader(self, start: fx.StartLeader) -> None:
+        group, epoch = start.group, start.epoch
+        machine = Leader(
+            group,
+            epoch,
+            self.node_id,
+            self.leader_settings,
+            start.trusted_until,
+            time.monotonic(),
+            after_outage=start.after_outage,
+        )
 
         def broken() -> None:
             self.leaders.pop(str(group), None)
@@ -285,7 +294,7 @@ class GroupHost:
         return None
 
     def _save(self, save: fx.Save) -> Any:
-        """None: durable. Fenced by the claim's version."""
+        """Fenced by the claim's version."""
         puts, deletes = stored(save, time.time())
         changes: list[Put | Delete] = [Put(key, value) for key, value in puts.items()]
         changes += [Delete(key) for key in deletes]
@@ -298,7 +307,7 @@ class GroupHost:
         except HoldfastError as error:
             logger.warning("progress of %s was not saved: %s", save.group, error)
             return ev.SaveFailed()
-        return None
+        return ev.Saved()
 
     def _load(self, group: GroupId) -> Any:
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from holdfast.cursors import Cursor
+from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.events import StreamInfo
 from holdfast.groups.protocol.nouns import Mark, Piece
@@ -22,15 +23,13 @@ from holdfast.model import Stream
 
 
 class GroupStreams:
-    """Streams of one group and their progress; `dirty` are those that differ from what is stored."""
+    """Streams of one group and their progress; what changes is handed to `unsaved`."""
 
-    def __init__(self) -> None:
+    def __init__(self, unsaved: Unsaved) -> None:
+        self._unsaved = unsaved
         self.seen: dict[Stream, int | None] | None = None
         """Streams of the log, each with its end if it is sealed; None: nobody has looked yet."""
         self.progress: dict[Stream, StreamProgress] = {}
-        self.dirty: dict[Stream, None] = {}
-        self.forget: dict[Stream, None] = {}
-        """Streams whose stored progress is to be deleted."""
         self.news = False
         """Something happened that may change what is open."""
         self._course = ""
@@ -42,7 +41,7 @@ class GroupStreams:
             if progress.course == record.course:
                 self.progress[progress.stream] = progress
             else:
-                self.forget[progress.stream] = None
+                self._unsaved.forget(progress.stream)
 
     def see(self, infos: Iterable[StreamInfo]) -> None:
         self.seen = dict(infos)
@@ -52,7 +51,7 @@ class GroupStreams:
         self.news = True
 
     def _start(self, stream: Stream) -> StreamProgress:
-        self.forget.pop(stream, None)
+        self._unsaved.keep(stream)
         begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0))
         self.progress[stream] = begun
         return begun
@@ -60,8 +59,10 @@ class GroupStreams:
     def start_over(self, record: GroupRecord) -> None:
         """After a seek: the record says where."""
         self._course, self._starts = record.course, record.starts
+        self._unsaved.start_over()
+        for stream in [stream for stream in self.progress if stream not in (self.seen or {})]:
+            self._unsaved.forget(stream)
         self.progress.clear()
-        self.dirty.clear()
         for stream in self.seen or {}:
             self._start(stream)
         self.news = True
@@ -73,10 +74,19 @@ class GroupStreams:
         # Members may bring news of a stream before we have looked which there are.
         progress = self.progress.get(piece.stream) or self._start(piece.stream)
         if progress.merge(piece, mark):
-            self.dirty[piece.stream] = None
+            self._unsaved.note(piece.stream)
             end = self.seen.get(piece.stream) if self.seen else None
             if end is not None and progress.cursors[piece.part % progress.of].offset + 1 >= end:
                 self.news = True
+
+    def cut(self, stream: Stream, of: int) -> None:
+        """Cut it anew; only while nothing of it is lent."""
+        self.progress[stream].cut(of)
+        self._unsaved.note(stream)
+
+    def note_attempts(self, stream: Stream, attempts: Iterable[tuple[int, int]]) -> None:
+        self.progress[stream].note_attempts(attempts)
+        self._unsaved.note(stream)
 
     def finished(self, stream: Stream) -> bool:
         end = self.seen.get(stream) if self.seen else None
@@ -110,16 +120,17 @@ class GroupStreams:
                 before.append(mine)
         return sorted(found)
 
-    def sweep(self, lent: set[Stream]) -> None:
-        """Let go of streams that the log no longer has, and of the details of finished ones."""
+    def sweep(self, lent: set[Stream]) -> list[Stream]:
+        """Let go of streams that the log no longer has (these are returned), and of the details of finished ones."""
         if self.seen is None:
-            return
-        for stream in [stream for stream in self.progress if stream not in self.seen and stream not in lent]:
+            return []
+        gone = [stream for stream in self.progress if stream not in self.seen and stream not in lent]
+        for stream in gone:
             del self.progress[stream]
-            self.dirty.pop(stream, None)
-            self.forget[stream] = None
+            self._unsaved.forget(stream)
         for stream, progress in self.progress.items():
             if (progress.of > 1 or progress.layers) and stream not in lent and self.finished(stream):
                 progress.cursors, progress.layers = [Cursor(progress.floor - 1)], ()
                 progress.attempts.clear()
-                self.dirty[stream] = None
+                self._unsaved.note(stream)
+        return gone
