@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from holdfast.groups.leading.leader import Leader
+from holdfast.groups.leading.leader import Leader, LeaderEvent
 from holdfast.groups.member.agent import Agent
 from holdfast.groups.member.borrower import Borrower
-from holdfast.groups.protocol.effects import Effect, Save
-from holdfast.groups.protocol.events import Loaded, StreamInfo, StreamsSeen
+from holdfast.groups.protocol.effects import Effect, LeaderEffect, Save
+from holdfast.groups.protocol.events import Loaded, Saved, StreamInfo, StreamsSeen
 from holdfast.groups.protocol.messages import (
+    Ask,
     FindLeader,
     Grant,
     LeaderConnectResponse,
     LeaderWanted,
     Ping,
     Report,
+    Request,
     UpdateProgress,
 )
 from holdfast.groups.protocol.nouns import GroupId, Mark, MemberId, Piece
@@ -65,11 +67,23 @@ def home(member: MemberId) -> Address:
     return member.agent("n2")
 
 
+class StoredLeader(Leader):
+    """A leader whose store answers at once; while it is `away`, a test answers for it."""
+
+    away = False
+
+    def handle(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
+        effects = super().handle(event, now)
+        if effects and isinstance(effects[-1], Save) and not self.away:
+            effects += self.handle(Saved(), now)
+        return effects
+
+
 def leader(
     shards: int = 2, *, record: GroupRecord | None = None, infos: list[StreamInfo] | None = None, **settings: Any
-) -> Leader:
+) -> StoredLeader:
     """A leader that has looked around, at 0 s."""
-    machine = Leader(GROUP, 7, "n1", LeaderSettings(**settings), 1e9, 0.0)
+    machine = StoredLeader(GROUP, 7, "n1", LeaderSettings(**settings), 1e9, 0.0)
     machine.handle(TICK, 0.0)
     machine.handle(Loaded(record or GroupRecord(group=GROUP, born=BORN)), 0.0)
     machine.handle(StreamsSeen(tuple(infos or [StreamInfo(stream(shard)) for shard in range(shards)])), 0.0)
@@ -83,6 +97,10 @@ def wanted(member: MemberId, now: float, **more: Any) -> LeaderWanted:
 
 def find(member: MemberId, now: float, **more: Any) -> FindLeader:
     return FindLeader(member, Address("n2", "batch", "x"), GROUP, BORN, now, **more)
+
+
+def ask(what: Request, request: str = "r1", *, asked_at: float = 0.0, good_for: float = 1e9) -> Ask:
+    return Ask(request, Address("n3", "asker", request), GROUP, what, asked_at, good_for)
 
 
 def join(machine: Leader, member: MemberId, now: float) -> list[Effect]:

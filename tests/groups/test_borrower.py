@@ -214,7 +214,7 @@ def test_last_words_are_repeated_until_somebody_has_them() -> None:
 def test_last_words_end_some_day() -> None:
     machine = lent()
     machine.handle(Closed(), 0.1)
-    assert tick(machine, 60.0)[-1] == Ended(A, GROUP)
+    assert tick(machine, 61.0)[-1] == Ended(A, GROUP)
 
 
 def test_there_are_no_cycles() -> None:

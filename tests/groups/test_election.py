@@ -147,6 +147,17 @@ def test_the_claim_of_this_nodes_earlier_run_is_waited_for() -> None:
     assert machine.waiting == {}
 
 
+def test_a_claim_of_this_node_that_nobody_holds_is_given_back() -> None:
+    # Its making was reported as failed, or giving it back failed: it is under our own lease, and would stand for ever.
+    machine = registry()
+    machine.handle(wanted(A, 0.0), 0.0)
+    machine.handle(LeaseOpened(3, 0.0), 0.0)
+    for now in (0.1, 2.0, 4.0):
+        assert machine.handle(Taken(GROUP, "n2", 2), now) == []
+        machine.handle(wanted(A, now), now)
+    assert machine.handle(Taken(GROUP, "n2", 2), 5.2) == [Resign(GROUP, 2)]
+
+
 def test_an_illegal_move_tells_its_story() -> None:
     election = Election("n2", ElectionSettings())
     election.claim(GROUP, 0.0)

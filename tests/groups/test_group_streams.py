@@ -5,10 +5,12 @@ from __future__ import annotations
 from group_machines import leader
 
 from holdfast.groups.leading.streams import GroupStreams
+from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.protocol.effects import Skipped, Trimmed
 from holdfast.groups.protocol.events import StreamInfo, StreamsSeen
 from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
 from holdfast.groups.record import GroupRecord
+from holdfast.groups.settings import LeaderSettings
 from holdfast.keys import claim_key, progress_key, record_key, skipped_key
 from holdfast.metadata.contract import KEY_BYTES_MAX
 from holdfast.model import Stream
@@ -21,7 +23,7 @@ def s(generation: int, shard: int = 0) -> Stream:
 
 
 def streams(*infos: StreamInfo, **given: object) -> GroupStreams:
-    made = GroupStreams()
+    made = GroupStreams(Unsaved(G, 1, LeaderSettings()))
     made.load(GroupRecord(group=G, born="b", **given), ())  # type: ignore[arg-type]
     made.see(infos)
     return made
@@ -55,7 +57,7 @@ def test_a_finished_generation_in_the_lake_is_left_behind_and_its_progress_forgo
     made = streams(StreamInfo(s(1), 5, True), StreamInfo(s(2), 3, True), StreamInfo(s(3)))
     made.merge(Piece(s(1)), "b.0", Mark(4))
     made.sweep(set())
-    assert made.from_generation == 2 and s(1) in made.forget and s(1) not in made.progress
+    assert made.from_generation == 2 and s(1) in made._unsaved._forget and s(1) not in made.progress
     made.merge(Piece(s(2)), "b.0", Mark(2))
     made.sweep({s(2)})
     assert made.from_generation == 2, "while it is lent, more may be said about it"

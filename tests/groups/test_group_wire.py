@@ -68,6 +68,7 @@ BY_NAME = {
     "error": "why",
     "view": VIEW,
     "what": m.Seek(((Stream("messages", 0, 1), 5),)),
+    "asked_at": 4.5,
 }
 
 
@@ -79,7 +80,7 @@ def test_every_message_comes_back_as_it_went(kind: type) -> None:
 
 @pytest.mark.parametrize("what", [m.Describe(), m.DeleteGroup(True), m.SetPaused(True), m.Seek(())])
 def test_every_request_comes_back_as_it_went(what: m.Request) -> None:
-    ask = m.Ask("r", HOME, GROUP, what)
+    ask = m.Ask("r", HOME, GROUP, what, 4.5, 10.0)
     again = decode(encode(ask))
     assert again == ask
     assert type(again.what) is type(what)

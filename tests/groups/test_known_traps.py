@@ -10,6 +10,7 @@ from group_machines import (
     B,
     accept,
     agent,
+    ask,
     borrower,
     connected,
     find,
@@ -34,7 +35,6 @@ from holdfast.groups.protocol.effects import Ended, Retire, Save, StartReading, 
 from holdfast.groups.protocol.events import Closed, Drained, JoinGroup, Loaded, StreamInfo, StreamsSeen
 from holdfast.groups.protocol.messages import (
     Answer,
-    Ask,
     DeleteGroup,
     Grant,
     Invalidate,
@@ -49,7 +49,7 @@ from holdfast.groups.protocol.messages import (
 )
 from holdfast.groups.protocol.nouns import Mark, MemberId
 from holdfast.groups.settings import LeaderSettings
-from holdfast.machine import TICK, Address, Send
+from holdfast.machine import TICK, Send
 
 
 def test_a_finished_stream_does_not_bring_the_leader_down() -> None:
@@ -168,8 +168,7 @@ def test_progress_from_a_stranger_is_harmless() -> None:
 def test_a_deleted_group_is_not_recreated_by_its_old_members() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)
-    ask = Ask("r1", Address("n1", "asker"), GROUP, DeleteGroup())
-    effects = machine.handle(ask, 2.0)
+    effects = machine.handle(ask(DeleteGroup()), 2.0)
     assert kinds(effects) == ["Save", "Invalidate", "Answer", "Retire"]
     assert effects[0].delete
     assert sent(effects, Invalidate) == [Invalidate(A, deleted=True)]
@@ -256,9 +255,8 @@ def test_words_to_a_ghost_are_answered_so_that_it_is_let_go() -> None:
 
 def test_an_operator_who_asks_twice_is_served_once() -> None:
     machine = leader(1)
-    ask = Ask("r1", Address("n1", "asker", "r1"), GROUP, DeleteGroup(if_idle=True))
     join(machine, A, 1.0)
-    [refused] = sent(machine.handle(ask, 1.1), Answer)
+    [refused] = sent(machine.handle(ask(DeleteGroup(if_idle=True)), 1.1), Answer)
     assert "has members" in refused.error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from group_machines import (
     COURSE,
@@ -9,7 +11,9 @@ from group_machines import (
     A,
     B,
     C,
+    StoredLeader,
     accept,
+    ask,
     find,
     home,
     join,
@@ -31,10 +35,18 @@ from holdfast.groups.leading.leader import Leader
 from holdfast.groups.leading.loans import LEGAL, LoanBook, LoanStatus
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Load, Retire, Save, WatchStreams
-from holdfast.groups.protocol.events import Deposed, Loaded, Retreat, SaveFailed, StreamInfo, StreamsSeen, Trusted
+from holdfast.groups.protocol.events import (
+    Deposed,
+    Loaded,
+    Retreat,
+    Saved,
+    SaveFailed,
+    StreamInfo,
+    StreamsSeen,
+    Trusted,
+)
 from holdfast.groups.protocol.messages import (
     Answer,
-    Ask,
     Carried,
     DeleteGroup,
     Describe,
@@ -45,6 +57,7 @@ from holdfast.groups.protocol.messages import (
     LeaveGroup,
     LeftGroup,
     PingResponse,
+    RenewStreamLease,
     Report,
     Revoke,
     Revoked,
@@ -53,13 +66,12 @@ from holdfast.groups.protocol.messages import (
     SetPaused,
     UpdateProgress,
     UpdateStreams,
+    UpdateStreamStates,
 )
 from holdfast.groups.protocol.nouns import Mark, MemberId, Piece
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.machine import TICK, Address
-
-ASKER = Address("n3", "asker", "r")
 
 
 def give_back(machine: Leader, revoke: Revoke, now: float, offset: int = -1) -> list[object]:
@@ -118,9 +130,11 @@ def test_a_save_that_failed_is_made_before_anything_is_confirmed_again() -> None
     accept(machine, join(machine, A, 1.0), 1.1)
     [revoke] = sent(join(machine, B, 1.2), Revoke)
     report = Report(revoke.piece, revoke.loan, Mark(8), final=True)
+    machine.away = True
     machine.handle(UpdateProgress(A, 7, (report,)), 1.3)
-    tick(machine, 1.31)
-    machine.handle(SaveFailed(), 1.32)
+    assert kinds(tick(machine, 1.31)) == ["Save"]
+    assert machine.handle(SaveFailed(), 1.32) == []
+    machine.away = False
     effects = tick(machine, 2.0)
     names = kinds(effects)
     assert "Revoked" in names
@@ -314,8 +328,8 @@ def test_a_seek_begins_a_new_course_once_everything_has_come_back() -> None:
     machine = leader(1)
     [lent] = accept(machine, join(machine, A, 1.0), 1.1)
     machine.handle(progress(A, lent, 9), 1.2)
-    ask = Ask("r1", ASKER, GROUP, Seek(((stream(0), 3),)))
-    machine.handle(ask, 1.3)
+    request = ask(Seek(((stream(0), 3),)))
+    machine.handle(request, 1.3)
     [revoke] = sent(tick(machine, 1.4), Revoke)
     assert revoke.within_seconds == 0.0
     effects = give_back(machine, revoke, 1.5, offset=9)
@@ -325,7 +339,7 @@ def test_a_seek_begins_a_new_course_once_everything_has_come_back() -> None:
     [again] = sent([*effects, *tick(machine, 1.7)], Grant)[:1]
     assert (again.mark, again.course) == (Mark(2), "b.1")
     # Heard again, it is answered and not done again.
-    machine.handle(ask, 2.0)
+    machine.handle(request, 2.0)
     assert sent(tick(machine, 2.1), Answer) == [Answer("r1")]
     assert machine.record.turn == 1
 
@@ -333,20 +347,23 @@ def test_a_seek_begins_a_new_course_once_everything_has_come_back() -> None:
 def test_a_paused_group_lends_nothing() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)
-    machine.handle(Ask("r1", ASKER, GROUP, SetPaused(True)), 1.2)
+    machine.handle(ask(SetPaused(True), "r1"), 1.2)
     effects = tick(machine, 1.3)
+    assert not sent(effects, Answer), "it is not paused while somebody reads"
+    effects = give_back(machine, sent(effects, Revoke)[0], 1.4)
     assert sent(effects, Answer) == [Answer("r1")]
-    give_back(machine, sent(effects, Revoke)[0], 1.4)
     assert owners(machine) == {}
-    machine.handle(Ask("r2", ASKER, GROUP, SetPaused(False)), 2.0)
+    machine.handle(ask(SetPaused(False), "r2"), 2.0)
     assert sent(tick(machine, 2.1), Grant)
 
 
 def test_a_delete_that_cannot_be_saved_has_not_happened() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)
-    machine.handle(Ask("r1", ASKER, GROUP, DeleteGroup()), 1.2)
-    machine.handle(SaveFailed(), 1.3)
+    machine.away = True
+    assert kinds(machine.handle(ask(DeleteGroup(), "r1"), 1.2)) == ["Save"]
+    assert machine.handle(SaveFailed(), 1.3) == []
+    machine.away = False
     assert kinds(tick(machine, 2.0)) == ["Save", "Invalidate", "Answer", "Retire"]
 
 
@@ -354,7 +371,7 @@ def test_a_void_leader_looks_again_when_somebody_new_asks() -> None:
     machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
     machine.handle(TICK, 0.0)
     machine.handle(Loaded(None), 0.0)
-    assert machine.handle(Ask("r", ASKER, GROUP, Describe()), 0.1)[0].message.error
+    assert machine.handle(ask(Describe(), "r"), 0.1)[0].message.error
     assert machine.handle(wanted(A, 0.2, born="new"), 0.2) == []
     assert machine.handle(TICK, 0.2) == [Load(GROUP)]
     effects = machine.handle(Loaded(GroupRecord(group=GROUP, born="new")), 0.3)
@@ -365,7 +382,7 @@ def test_a_void_leader_looks_again_when_somebody_new_asks() -> None:
 def test_a_view_says_who_holds_what() -> None:
     machine = leader(2)
     accept(machine, join(machine, A, 1.0), 1.1)
-    [answer] = sent(machine.handle(Ask("r", ASKER, GROUP, Describe()), 1.2), Answer)
+    [answer] = sent(machine.handle(ask(Describe(), "r"), 1.2), Answer)
     assert {(row.piece, row.owner, row.status) for row in answer.view.pieces} == {
         (piece(0), A, "granted"),
         (piece(1), A, "granted"),
@@ -435,3 +452,159 @@ def test_revoked_is_repeated_until_the_borrower_has_forgotten() -> None:
     [revoke] = sent(join(machine, B, 1.2), Revoke)
     machine.handle(UpdateProgress(A, 7, (Report(revoke.piece, revoke.loan, Mark(), True),)), 1.3)
     assert len(sent(tick(machine, 2.5), Revoked)) >= 3
+
+
+# ---------------------------------------------------------------------------------- save, then say
+
+
+def test_a_save_that_fails_is_said_nothing_about_however_many_follow() -> None:
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    words = LeaveGroup(A, home(A), GROUP, "b", (Carried(piece(0), COURSE, Mark(4)),))
+    machine.away = True
+    machine.handle(words, 1.2)
+    assert kinds(tick(machine, 1.3)) == ["Save"]
+    machine.handle(SaveFailed(), 1.3)
+    # Meanwhile an operator pauses the group: another save, of something else.
+    machine.handle(ask(SetPaused(True)), 1.4)
+    said: list[object] = []
+    for _ in range(4):
+        effects = tick(machine, machine.deadline)
+        said += [*effects, *machine.handle(SaveFailed(), machine.deadline)]
+    assert not sent(said, LeftGroup)
+    assert not sent(said, Answer)
+    machine.away = False
+    effects = tick(machine, 30.0)
+    names = kinds(effects)
+    assert names.index("Save") < names.index("LeftGroup")
+    assert any(p.mark(piece(0)) == Mark(4) for save in saves(effects) for p in save.progress)
+
+
+def test_one_stream_that_cannot_be_saved_holds_up_no_other() -> None:
+    machine = leader(4, infos=[StreamInfo(stream(n)) for n in range(4)])
+    grants = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.away = True
+    for lent in grants:
+        machine.handle(progress(A, lent, 5), 1.2)
+    stored: set[int] = set()
+    now = 1.2
+    while len(stored) < 3 and now < 10:
+        now = machine.deadline
+        effects = [*machine.handle(ping(A, now), now), *machine.handle(TICK, now)]
+        while under_way := saves(effects):
+            shards = {p.stream.shard for p in under_way[0].progress}
+            stored |= set() if 2 in shards else shards
+            effects = machine.handle(SaveFailed() if 2 in shards else Saved(), now)
+    assert stored == {0, 1, 3}
+    assert now < 5.0
+
+
+def test_the_record_is_saved_before_progress_of_its_course() -> None:
+    machine = leader(1)
+    [lent] = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(progress(A, lent, 9), 1.2)
+    machine.handle(ask(Seek(())), 1.3)
+    [revoke] = sent(tick(machine, 1.4), Revoke)
+    machine.away = True
+    report = Report(revoke.piece, revoke.loan, Mark(9), final=True)
+    machine.handle(UpdateProgress(A, 7, (report,)), 1.5)
+    tick(machine, 1.51)
+    machine.handle(Saved(), 1.52)
+    machine.handle(RevokeFinished(A, 7, revoke.piece, revoke.loan), 1.53)
+    [save] = saves(tick(machine, 1.6))
+    assert save.record.course == "b.1"
+    assert save.progress == ()
+    machine.handle(SaveFailed(), 1.6)
+    # What was done under the last course is worth nothing once the seek is saved, and everything until then.
+    carried = (Carried(piece(0), "b.0", Mark(9)),)
+    [answer] = sent(machine.handle(ping(A, 1.7, carried=carried), 1.7), PingResponse)
+    assert not answer.kept
+    assert not sent(tick(machine, 1.8), Grant)
+
+
+def test_a_retreating_leader_hears_what_members_bring() -> None:
+    machine = StoredLeader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
+    machine.handle(TICK, 0.0)
+    machine.handle(Loaded(GroupRecord(group=GROUP, born="b", lent=True)), 0.0)
+    machine.handle(StreamsSeen((StreamInfo(stream(0)),)), 0.0)
+    machine.handle(Retreat(1.0), 0.1)
+    machine.handle(wanted(A, 0.2, carried=(Carried(piece(0), COURSE, Mark(9)),)), 0.2)
+    effects = tick(machine, 2.0)
+    assert kinds(effects) == ["Save", "Save", "Retire"]
+    assert saves(effects)[0].progress[0].mark(piece(0)) == Mark(9)
+    assert saves(effects)[0].record is None, "that nothing is lent is said when everything else is saved"
+    assert saves(effects)[1].record.lent is False
+
+
+def test_after_an_outage_it_waits_for_members_again() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine._trusted_until = 4.0
+    tick(machine, 4.0)
+    assert machine.handle(TICK, 4.1) == []
+    machine.handle(Trusted(20.0), 6.0)
+    effects = machine.handle(wanted(B, 6.0), 6.0)
+    assert not sent([*effects, *tick(machine, 7.4)], Grant)
+    late = (Carried(piece(0), COURSE, Mark(9)),)
+    machine.handle(wanted(A._replace(life=2), 7.4, carried=late), 7.4)
+    machine.handle(Trusted(21.5), 7.5)
+    assert {lent.mark for lent in sent(tick(machine, 8.2), Grant)} == {Mark(9)}
+
+
+def test_a_batch_member_is_not_told_that_its_exchange_is_over_before_it_is_saved() -> None:
+    machine = leader(2)
+    effects = [*machine.handle(find(A, 1.0), 1.0), *tick(machine, 1.1)]
+    [leased] = sent(effects, LeaseStreams)
+    batch = Address("n2", "batch", "x")
+    v1 = leased.version
+    states = tuple(Report(each.piece, v1, Mark()) for each in leased.streams)
+    machine.handle(UpdateStreamStates(A, batch, 7, v1, states, 1.1), 1.1)
+    [update] = sent(join(machine, B, 1.2), UpdateStreams)
+    kept = {each.piece for each in update.streams}
+    [taken] = [each.piece for each in leased.streams if each.piece not in kept]
+    machine.away = True
+    final = (Report(taken, v1, Mark(5), final=True),)
+    both = UpdateStreamStates(A, batch, 7, update.version, (), 1.4, v1, final)
+    said = machine.handle(both, 1.4)
+    said += tick(machine, 1.5)
+    said += machine.handle(SaveFailed(), 1.5)
+    said += machine.handle(replace(both, sent_at=1.6), 1.6)
+    assert all(renew.new_version is not None for renew in sent(said, RenewStreamLease))
+    machine.away = False
+    assert any(renew.new_version is None for renew in sent(tick(machine, 2.2), RenewStreamLease))
+
+
+# ------------------------------------------------------------------------------ operators' requests
+
+
+def test_a_request_is_not_carried_out_after_its_time() -> None:
+    machine = leader(1)
+    assert machine.handle(ask(SetPaused(True), good_for=0.0), 1.0) == []
+    assert not machine.record.paused
+    # By the operator's own node, its clock counts, however long the message took.
+    here = replace(ask(SetPaused(True), asked_at=1.0, good_for=5.0), reply_to=Address("n1", "asker"))
+    machine.handle(here, 7.0)
+    assert not machine.record.paused
+
+
+def test_a_seek_that_waits_too_long_for_its_loans_is_given_up() -> None:
+    machine = leader(1)
+    [lent] = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(ask(Seek(()), good_for=2.0), 1.2)
+    [revoke] = sent(tick(machine, 1.3), Revoke)[:1]
+    for now in (2.0, 3.0, 4.0):
+        machine.handle(ping(A, now), now)
+        tick(machine, now)
+    effects = give_back(machine, revoke, 4.1, offset=3)
+    assert machine.record.turn == 0
+    assert [again.mark for again in sent(effects, Grant)] == [Mark(3)]
+    assert lent.loan < sent(effects, Grant)[0].loan
+
+
+def test_a_stream_that_is_dropped_leaves_no_story() -> None:
+    machine = leader(1)
+    [lent] = accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(StreamsSeen((StreamInfo(stream(0, 2)),)), 1.2)
+    [revoke] = sent(tick(machine, 1.3), Revoke)
+    give_back(machine, revoke, 1.4)
+    assert machine.story(lent.piece.stream) == ()

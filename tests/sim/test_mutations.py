@@ -18,6 +18,7 @@ from holdfast.groups.leading.lender import Lender
 from holdfast.groups.leading.loans import LoanBook, LoanStatus
 from holdfast.groups.leading.placement import _whole, place
 from holdfast.groups.leading.streams import GroupStreams
+from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.member.agent import Agent
 from holdfast.groups.member.batch_member import BatchMember
 from holdfast.groups.member.borrower import Borrower
@@ -25,6 +26,7 @@ from holdfast.groups.member.memories import Memories
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
 from holdfast.groups.record import GroupRecord
+from holdfast.groups.settings import MemberSettings
 from holdfast.sim import run_seed
 
 SEEDS_MAX = 400
@@ -136,10 +138,79 @@ def stored_progress_is_ignored(patch: Patch) -> None:
 
 @mutation
 def nothing_is_saved(patch: Patch) -> None:
-    def change(original: Any, self: Any, now: float) -> Any:
-        return [replace(effect, progress=()) if isinstance(effect, Save) else effect for effect in original(self, now)]
+    def change(original: Any, self: Any, *args: Any) -> Any:
+        return [replace(e, progress=()) if isinstance(e, Save) else e for e in original(self, *args)]
 
-    wrap(patch, Leader, "_flush", change)
+    wrap(patch, Unsaved, "save", change)
+
+
+@mutation
+def a_failed_save_counts_as_made(patch: Patch) -> None:
+    patch.setattr(Unsaved, "failed", Unsaved.saved)
+
+
+@mutation
+def what_failed_to_be_saved_is_forgotten(patch: Patch) -> None:
+    def change(original: Any, self: Any, now: float) -> None:
+        saving = self._saving.tickets if self._saving else {}
+        original(self, now)
+        for key in [key for key in saving if key is not None]:
+            self._changed.pop(key, None)
+
+    wrap(patch, Unsaved, "failed", change)
+
+
+@mutation
+def what_waits_for_a_save_is_said_before_it(patch: Patch) -> None:
+    patch.setattr(Unsaved, "reached", lambda self, key, ticket: True)
+
+
+@mutation
+def a_leader_goes_on_where_it_was_after_an_outage(patch: Patch) -> None:
+    def change(original: Any, self: Any, trusted: Any, now: float) -> None:
+        phase, settle_at = self.phase, self._settle_at
+        original(self, trusted, now)
+        self.phase, self._settle_at = phase, settle_at
+
+    wrap(patch, Leader, "_on_trusted", change)
+
+
+@mutation
+def a_leader_does_not_wait_longer_after_an_outage(patch: Patch) -> None:
+    patch.setattr(Election, "after_outage", lambda self, now: False)
+
+
+@mutation
+def a_leader_that_cannot_save_does_not_wait_for_members(patch: Patch) -> None:
+    def change(original: Any, self: Any, now: float) -> None:
+        if self._settle_at == inf and self._settle_from == inf:
+            original(self, now)
+
+    wrap(patch, Leader, "_settle", change)
+
+
+@mutation
+def a_claim_that_could_not_be_given_back_stands_for_ever(patch: Patch) -> None:
+    def change(self: Any, group: Any, epoch: int, now: float) -> list[Any]:
+        self.on_not_claimed(group)
+        return []
+
+    patch.setattr(Election, "on_taken_here", change)
+
+
+@mutation
+def a_leader_says_that_nothing_is_lent_before_all_is_saved(patch: Patch) -> None:
+    def change(original: Any, self: Any, now: float) -> Any:
+        if self.record and self.record.lent:
+            self._write(replace(self.record, lent=False), now)
+        return original(self, now)
+
+    wrap(patch, Leader, "_go", change)
+
+
+@mutation
+def last_words_are_given_up_early(patch: Patch) -> None:
+    patch.setattr(MemberSettings, "last_words_seconds", lambda self, carrying: 4.0)
 
 
 @mutation
@@ -176,7 +247,7 @@ def generations_are_lent_all_at_once(patch: Patch) -> None:
 
 @mutation
 def dropped_streams_are_remembered(patch: Patch) -> None:
-    patch.setattr(GroupStreams, "sweep", lambda self, lent: None)
+    patch.setattr(GroupStreams, "sweep", lambda self, lent: [])
 
 
 @mutation

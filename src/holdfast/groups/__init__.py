@@ -14,9 +14,9 @@ A driver's rules:
 
 1. The clock first: if `now >= machine.deadline`, handle `TICK` before anything else, reading included. This is
    what keeps a process that was stopped from reading what is no longer its own.
-2. Effects in order. `Save` is durable before the next effect; if it fails, drop the rest of the list and give the
-   machine `SaveFailed` (or `Deposed`, if the claim is no longer at `save.epoch`) before any other event. A save whose
-   outcome is unknown counts as failed. After `Retire` the list is over.
+2. Effects in order. `Save` is the last of its list: whatever waits for it is said when the answer is `Saved`. Give
+   the machine `Saved`, `SaveFailed` (or `Deposed`, if the claim is no longer at `save.epoch`) before any other event.
+   A save whose outcome is unknown counts as failed. After `Retire` the list is over.
 3. A machine that raises, whose effect cannot be performed, or whose answer is an exception, is dropped with its story.
    A leader then counts as `LeaderRetired(..., clean=False)`; an agent is set up anew, its session joins again under a
    higher incarnation; with a registry go its leaders, and its lease is left to end by itself.
@@ -38,8 +38,8 @@ wait). `wire.encode` and `wire.decode` turn messages into bytes.
     WatchStreams                 look, and keep looking; oldest news first   StreamsSeen -> leader, now and on change
     Trimmed                      keep a record of what was skipped, follow   -
                                  `groups.on_trimmed`
-    Save                         `record.stored`, if the claim is at         SaveFailed, Deposed -> leader; on success
-                                 version `epoch`                             nothing
+    Save                         `record.stored`, if the claim is at         Saved, SaveFailed, Deposed -> leader
+                                 version `epoch`
     Retire                       drop the leader                             LeaderRetired -> registry
     StartReading                 read the piece; `progress.Done` says what   Acked for what the client acknowledged and
                                  to deliver                                  for what is passed over; Delivered if the

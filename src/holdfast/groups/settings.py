@@ -24,7 +24,12 @@ class MemberSettings:
     disconnect_resend_seconds: float = 0.5
     """How soon last words are repeated while nobody has confirmed them."""
     disconnect_seconds: float = 15.0
-    """How long last words are repeated before the member gives up."""
+    """How long last words are repeated before the member gives up, if they say nothing but good-bye."""
+    disconnect_carrying_seconds: float = 60.0
+    """The same if they carry acknowledgements: longer than the store may well be away."""
+
+    def last_words_seconds(self, *, carrying: bool) -> float:
+        return self.disconnect_carrying_seconds if carrying else self.disconnect_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +48,16 @@ class LeaderSettings:
     """Joins and leaves are gathered this long before streams are placed."""
     settle_seconds: float = 0.5
     """A leader that follows another one waits this long for members to bring their progress."""
+    settle_after_outage_seconds: float = 2.0
+    """The same where the store was away, so that the registries of other nodes may take longer to find the leader."""
     save_seconds: float = 1.0
     """Progress is gathered this long before it is saved."""
     gather_seconds: float = 0.004
     """Final progress, which somebody waits for, is gathered only this long."""
     save_retry_seconds: float = 0.5
     """How soon a save that failed is tried again."""
+    save_retry_max_seconds: float = 30.0
+    """What cannot be saved even by itself is tried again less and less often, down to this."""
     linger_seconds: float = 10.0
     """A leader without members, or without a group, stays this long."""
     slices_max: int = 64

@@ -76,7 +76,7 @@ class GroupAdmin:
         request = uuid.uuid4().hex
         waiting: asyncio.Future[m.Answer] = asyncio.get_running_loop().create_future()
         self._asked[request] = waiting
-        ask = m.Ask(request, Address(self._node_id, "asker"), group, what)
+        ask = m.Ask(request, Address(self._node_id, "asker"), group, what, time.monotonic(), self._ask_seconds)
         try:
             give_up = time.monotonic() + self._ask_seconds
             while time.monotonic() < give_up:

@@ -134,8 +134,8 @@ class GroupStore:
 
     # -- what a leader asks for --------------------------------------------------------------------------
 
-    def save(self, save: fx.Save) -> ev.SaveFailed | ev.Deposed | None:
-        """None: durable. Fenced by the claim's version."""
+    def save(self, save: fx.Save) -> ev.Saved | ev.SaveFailed | ev.Deposed:
+        """Fenced by the claim's version."""
         puts, deletes = stored(save, time.time())
         changes: list[Put | Delete] = [Put(key, value) for key, value in puts.items()]
         changes += [Delete(key) for key in deletes]
@@ -148,7 +148,7 @@ class GroupStore:
         except HoldfastError as error:
             logger.warning("progress of %s was not saved: %s", save.group, error)
             return ev.SaveFailed()
-        return None
+        return ev.Saved()
 
     def load(self, group: GroupId) -> ev.Loaded | ev.LoadFailed:
         try:

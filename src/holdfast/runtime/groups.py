@@ -270,8 +270,8 @@ class GroupHost:
                 registry.give_result(threads.store(store.claim, group, lease))
             case fx.Resign(group, epoch):
                 registry.give_result(threads.store(store.resign, group, epoch))
-            case fx.StartLeader(group, epoch, trusted_until):
-                self._start_leader(group, epoch, trusted_until)
+            case fx.StartLeader():
+                self._start_leader(effect)
             case fx.StopLeader(group, epoch):
                 self._stop_leader(group, epoch)
             case fx.TrustUntil(until):
@@ -280,8 +280,17 @@ class GroupHost:
 
     # -- leaders -----------------------------------------------------------------------------------------
 
-    def _start_leader(self, group: GroupId, epoch: int, trusted_until: float) -> None:
-        machine = Leader(group, epoch, self.node_id, self._leader_settings, trusted_until, time.monotonic())
+    def _start_leader(self, start: fx.StartLeader) -> None:
+        group, epoch = start.group, start.epoch
+        machine = Leader(
+            group,
+            epoch,
+            self.node_id,
+            self._leader_settings,
+            start.trusted_until,
+            time.monotonic(),
+            after_outage=start.after_outage,
+        )
         driver = Driver(
             f"the leader of group {group}, epoch {epoch},",
             machine,

@@ -207,9 +207,7 @@ class Truth:
 
     # --------------------------------------------------------------------------------------- leaders
 
-    def leader_says(self, group: GroupId, epoch: int, send: GroupSend, *, fresh: bool) -> None:
-        if not fresh:
-            return
+    def leader_says(self, group: GroupId, epoch: int, send: GroupSend) -> None:
         match send.message:
             case Grant(piece=piece, course=course, mark=mark, skip=skip, key=key):
                 self._knows_what_is_durable(group, Leased(piece, course, mark, skip, key))

@@ -35,6 +35,8 @@ class Faults:
     """Per second: a node stands still for a while, and does not know it."""
     partition: float = 0.0
     """Per second: two nodes, or a node and the store, do not hear each other for a while."""
+    outage: float = 0.0
+    """Per second: nobody reaches the store, often for longer than a lease lasts. Nobody forgets anything by it."""
 
     @property
     def exact(self) -> bool:
@@ -55,7 +57,8 @@ def draw(rng: Random) -> Faults:
         return Faults(
             duplicate=rng.choice([0.0, 0.1]),
             delay_seconds=rng.choice([0.001, 0.02, 0.05]),
-            leader_crash=rng.choice([0.0, 0.05]),
+            leader_crash=rng.choice([0.0, 0.1, 0.3]),
+            save_fails=rng.choice([0.0, 0.2, 0.5]),
             clock_skew=skew,
         )
     if kind < 0.35:
@@ -63,17 +66,26 @@ def draw(rng: Random) -> Faults:
             duplicate=rng.choice([0.0, 0.1]),
             delay_seconds=rng.choice([0.001, 0.02]),
             node_crash=0.08,
-            leader_crash=rng.choice([0.0, 0.05]),
-            save_fails=rng.choice([0.0, 0.1]),
+            leader_crash=rng.choice([0.0, 0.1]),
+            save_fails=rng.choice([0.0, 0.2]),
             clock_skew=skew,
         )
-    if kind < 0.55:
+    if kind < 0.45:
+        return Faults(
+            delay_seconds=rng.choice([0.001, 0.02, 0.05]),
+            outage=rng.choice([0.06, 0.12]),
+            leader_crash=rng.choice([0.0, 0.1]),
+            save_fails=rng.choice([0.0, 0.2]),
+            clock_skew=skew,
+        )
+    if kind < 0.6:
         return Faults(
             drop=rng.choice([0.02, 0.1, 0.2]),
             duplicate=rng.choice([0.05, 0.2]),
             delay_seconds=rng.choice([0.05, 0.5, 1.0]),
             straggle=rng.choice([0.0, 0.02]),
-            leader_crash=rng.choice([0.0, 0.05]),
+            leader_crash=rng.choice([0.0, 0.1]),
+            save_fails=rng.choice([0.0, 0.2]),
             clock_skew=skew,
         )
     return Faults(
@@ -83,10 +95,11 @@ def draw(rng: Random) -> Faults:
         straggle=rng.choice([0.0, 0.01]),
         clock_skew=skew,
         save_seconds=rng.choice([0.005, 0.05]),
-        save_fails=rng.choice([0.0, 0.1]),
-        save_lies=rng.choice([0.0, 0.05]),
+        save_fails=rng.choice([0.0, 0.2]),
+        save_lies=rng.choice([0.0, 0.1]),
         node_crash=rng.choice([0.0, 0.06]),
-        leader_crash=rng.choice([0.0, 0.05]),
+        leader_crash=rng.choice([0.0, 0.1]),
         pause=rng.choice([0.0, 0.06]),
         partition=rng.choice([0.0, 0.1]),
+        outage=rng.choice([0.0, 0.0, 0.06]),
     )

@@ -16,7 +16,7 @@ from holdfast.keys import progress_key
 from holdfast.model import Stream
 from holdfast.sim.checkers import Violation
 from holdfast.sim.clients import ClientAck, SimBatch, SimSession
-from holdfast.sim.workload import HEAL_SECONDS_MAX, WEATHER_SECONDS, Person, Workload
+from holdfast.sim.workload import ASK_SECONDS, HEAL_SECONDS_MAX, WEATHER_SECONDS, Person, Workload
 
 
 def heal(run: Workload) -> None:
@@ -69,8 +69,8 @@ def members_of(run: Workload, group: GroupId) -> list[Person]:
 def check(run: Workload) -> None:
     """Run the healed world until nobody complains."""
     world = run.world
-    # Stragglers may still be on their way.
-    world.run(world.now + (11 if world.faults.straggle else 6))
+    # Stragglers may still be on their way, and what an operator has asked may still be done.
+    world.run(world.now + ASK_SECONDS + 1)
     bring_members(run)
     last: list[str] = []
     good = 0

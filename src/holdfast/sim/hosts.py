@@ -40,6 +40,7 @@ from holdfast.groups.protocol.events import (
     LeaseRenewed,
     Loaded,
     LoadFailed,
+    Saved,
     SaveFailed,
     StreamsSeen,
     Taken,
@@ -59,10 +60,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SaveDone:
-    """How a save ended, and what was to follow it."""
+    """How a save ended."""
 
     save: Save
-    rest: list[Effect]
     landed: bool = False
     fails: bool = False
 
@@ -75,7 +75,6 @@ class Actor:
         self.world = node.world
         self.alive = True
         self.busy = False
-        self.decided_before = False
         self.inbox: deque[object] = deque()
         self.armed = inf
 
@@ -137,8 +136,9 @@ class Actor:
                 self.check(effect)
                 world.send(self.node.name, effect.to, effect.message)
             elif isinstance(effect, Save):
-                self._begin_save(effect, effects[index + 1 :])
-                return
+                if index + 1 < len(effects):
+                    raise AssertionError(f"{effects[index + 1 :]} would be said before the save is durable")
+                self._begin_save(effect)
             else:
                 self.effect(effect)
 
@@ -153,10 +153,10 @@ class Actor:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def _begin_save(self, save: Save, rest: list[Effect]) -> None:
+    def _begin_save(self, save: Save) -> None:
         world, faults = self.world, self.world.faults
         self.busy = True
-        done = SaveDone(save, rest)
+        done = SaveDone(save)
         if not world.healing:
             done.fails = not world.reaches_store(self.node.name) or world.rng.random() < faults.save_fails
         seconds = world.rng.random() * faults.save_seconds
@@ -173,10 +173,7 @@ class Actor:
         elif not done.landed:
             self.perform(self.machine.handle(Deposed(), now))
         else:
-            # Decided before the save, said after it, however long that took: members go by when they asked.
-            self.decided_before = True
-            self.perform(done.rest)
-            self.decided_before = False
+            self.perform(self.machine.handle(Saved(), now))
 
 
 class _Disk:
@@ -205,13 +202,19 @@ class LeaderActor(Actor):
 
     def __init__(self, node: SimNode, start: StartLeader):
         leader = Leader(
-            start.group, start.epoch, node.name, node.world.leader_settings, start.trusted_until, node.clock()
+            start.group,
+            start.epoch,
+            node.name,
+            node.world.leader_settings,
+            start.trusted_until,
+            node.clock(),
+            after_outage=start.after_outage,
         )
         super().__init__(node, f"leader@{node.name}", leader)
         self.group, self.epoch = start.group, start.epoch
 
     def check(self, send: GroupSend) -> None:
-        self.node.truth.leader_says(self.group, self.epoch, send, fresh=not self.decided_before)
+        self.node.truth.leader_says(self.group, self.epoch, send)
 
     def effect(self, effect: Effect) -> None:
         world = self.world
@@ -255,7 +258,8 @@ class RegistryActor(Actor):
             case Claim(group, lease):
                 world.after(reply, self, self._claim(group, lease))
             case Resign(group, epoch):
-                store.resign(group, epoch)
+                if world.reaches_store(node.name):
+                    store.resign(group, epoch)
             case StartLeader():
                 node.start_leader(effect)
             case StopLeader(group, epoch):

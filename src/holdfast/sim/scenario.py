@@ -246,7 +246,7 @@ class Scenario:
         self.requests += 1
         request = f"r{self.requests}"
         node = next(iter(self.world.nodes))
-        ask = Ask(request, Address(node, "asker", request), GROUP, what)
+        ask = Ask(request, Address(node, "asker", request), GROUP, what, self.node(node).clock(), 10.0)
         self.world.send(node, Address(node, "registry"), ask)
 
     def on_seek(self, words: list[str]) -> None:

@@ -24,6 +24,7 @@ from holdfast.sim.world import World
 
 WEATHER_SECONDS = 20.0
 HEAL_SECONDS_MAX = 60.0
+ASK_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class Workload:
             ("leader_crash", faults.leader_crash),
             ("pause", faults.pause),
             ("partition", faults.partition),
+            ("outage", faults.outage),
         ):
             second = 1.0
             while chance and second < WEATHER_SECONDS:
@@ -230,7 +232,9 @@ class Workload:
         nodes = [node for node in self.nodes() if node.up]
         if nodes:
             node = self.world.rng.choice(nodes)
-            self.asks[request] = Ask(request, Address(node.name, "asker", request), group, what)
+            self.asks[request] = Ask(
+                request, Address(node.name, "asker", request), group, what, node.clock(), ASK_SECONDS
+            )
             self.world.after(0.0, _Do(self), ("repeat_ask", request))
 
     def do_repeat_ask(self, request: str) -> None:
@@ -289,6 +293,9 @@ class Workload:
             leader = self.world.rng.choice(leaders)
             self.world.tell(leader.name, "BREAKS DOWN")
             leader.node.leader_gone(leader, clean=False)
+            if self.world.rng.random() < 0.3:
+                # The next one is told to stop while members still bring it what they know.
+                self.world.after(self.world.rng.uniform(3.6, 4.2), _Do(self), ("retreat", None))
 
     def do_retreat(self, _: Person | None) -> None:
         """A clean stop of a leader, as before a restart of its node."""
@@ -309,6 +316,11 @@ class Workload:
         self.world.tell("network", f"cut {sorted(pair)}")
         self.world.cut.add(pair)
         self.world.after(self.world.rng.uniform(0.5, 8), _Do(self), ("mend", pair))
+
+    def do_outage(self, _: Person | None) -> None:
+        seconds = self.world.rng.choice([0.7, 3.0, 4.7, self.world.rng.uniform(6, 12)])
+        self.world.tell("store", f"is away for {seconds:.1f} s")
+        self.world.outage_until = max(self.world.outage_until, self.world.now + seconds)
 
     def do_mend(self, pair: frozenset[str]) -> None:
         self.world.cut.discard(pair)

@@ -102,6 +102,8 @@ class World:
         self.healing = False
         self.cut: set[frozenset[str]] = set()
         """Pairs of nodes (or a node and `store`) that do not hear each other."""
+        self.outage_until = -1.0
+        """Until then nobody reaches the store."""
         self.muted: Callable[[Address, GroupMessage], bool] | None = None
         """A scenario's own way to lose messages."""
         self.answers: dict[str, Answer] = {}
@@ -151,7 +153,7 @@ class World:
             self.after(delay, _Wire(self, node), (to, message))
 
     def reaches_store(self, node: str) -> bool:
-        return self.healing or frozenset((node, "store")) not in self.cut
+        return self.healing or (self.now >= self.outage_until and frozenset((node, "store")) not in self.cut)
 
     # ---------------------------------------------------------------------------------------- log
 

@@ -25,6 +25,7 @@ from holdfast.errors import BrokenInvariant
 from holdfast.groups.leading.loans import LoanBook, LoanEntry, LoanStatus
 from holdfast.groups.leading.seats import Seat
 from holdfast.groups.leading.streams import GroupStreams
+from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.protocol.effects import GroupSend, LeaderEffect
 from holdfast.groups.protocol.messages import (
     Invalidate,
@@ -98,18 +99,19 @@ class BatchSeat(Seat):
 
 
 class BatchDesk:
-    """Speaks with the batch members of one group; the leader owns book and group_streams, and saves."""
+    """Speaks with the batch members of one group; the leader owns book and group_streams."""
 
     def __init__(
-        self, book: LoanBook, group_streams: GroupStreams, settings: LeaderSettings, epoch: int, here: Address
+        self,
+        book: LoanBook,
+        group_streams: GroupStreams,
+        settings: LeaderSettings,
+        epoch: int,
+        here: Address,
+        unsaved: Unsaved,
     ):
-        self._book, self._group_streams, self._settings, self._epoch, self._here = (
-            book,
-            group_streams,
-            settings,
-            epoch,
-            here,
-        )
+        self._book, self._group_streams, self._unsaved = book, group_streams, unsaved
+        self._settings, self._epoch, self._here = settings, epoch, here
         # Versions grow over the whole epoch, so that a member's next life never meets a number of its last.
         self._versions = 0
 
@@ -190,6 +192,7 @@ class BatchDesk:
             case BatchStatus.UPDATING if both:
                 seat.seen_new = True
                 self._confirm_grants(seat, now)
+                self._merge(seat, states.old_states)
                 self._take_back(seat, states.old_states)
             case BatchStatus.CONFIRMING if alone:
                 for piece in seat.taken:
@@ -221,8 +224,9 @@ class BatchDesk:
     def _take_back(self, seat: BatchSeat, reports: tuple[Report, ...]) -> None:
         for report in reports:
             entry = self._entry(seat, report)
-            if entry and report.final and entry.status is LoanStatus.REVOKING:
+            if entry and report.final and entry.status is LoanStatus.REVOKING and not entry.final:
                 entry.final = True
+                entry.ticket = self._unsaved.ticket(report.piece.stream)
 
     def _entry(self, seat: BatchSeat, report: Report) -> LoanEntry | None:
         """The loan a report is about. A late one may be about the same piece in an earlier version, or course."""
@@ -237,15 +241,21 @@ class BatchDesk:
                 )
 
     def returned(self, seat: BatchSeat) -> bool:
-        """Has everything that was taken over come back? Then it is to be saved, and confirmed."""
+        """Has everything that was taken over come back? Then it is to be saved."""
         return (
             seat.batch_status is BatchStatus.UPDATING
             and seat.seen_new
             and all(self._book.entries[piece].final for piece in seat.taken)
         )
 
+    def stored(self, seat: BatchSeat) -> bool:
+        """Is everything that was taken over stored? Then the exchange is to be confirmed."""
+        return self.returned(seat) and all(
+            self._unsaved.reached(piece.stream, self._book.entries[piece].ticket) for piece in seat.taken
+        )
+
     def confirm(self, seat: BatchSeat, now: float) -> list[LeaderEffect]:
-        """What came back is saved."""
+        """What came back is stored."""
         for piece in seat.taken:
             self._book.move(self._book.entries[piece], LoanStatus.REVOKED, now)
         seat.move(BatchStatus.CONFIRMING)

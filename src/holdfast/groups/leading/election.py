@@ -85,10 +85,17 @@ class Election:
         self._renewing = False
         self._retry_at = inf
         self._resign_at = inf
+        self._failed_at = -inf
+        # Claims in this node's name that nobody here holds, each with its epoch and when to give it back.
+        self._unexplained: dict[GroupId, tuple[int, float]] = {}
 
     @property
     def deadline(self) -> float:
         return min(self._renew_at, self._retry_at, self._resign_at)
+
+    def after_outage(self, now: float) -> bool:
+        """Was the store away a moment ago, so that other nodes may not have found it again yet?"""
+        return now < self._failed_at + 2 * self.settings.lease_seconds
 
     def holds(self, group: GroupId) -> bool:
         candidacy = self.claims.get(group)
@@ -153,10 +160,11 @@ class Election:
         self.trusted_until = max(self.trusted_until, until)
         self._renew_at = asked_at + self.settings.renew_seconds
 
-    def on_lost(self, lease: int) -> list[RegistryEffect]:
+    def on_lost(self, lease: int, now: float) -> list[RegistryEffect]:
         """Every claim under the lease is gone; whoever still wants a leader will ask again."""
         if self.lease_state is not LeaseState.HELD or lease != self.lease:
             return []
+        self._failed_at = now
         self._move_lease(LeaseState.NONE)
         self.lease, self._renew_at, self._renewing, self.trusted_until = 0, inf, False, -inf
         effects: list[RegistryEffect] = []
@@ -167,6 +175,7 @@ class Election:
         return effects
 
     def on_lease_failed(self, now: float) -> list[RegistryEffect]:
+        self._failed_at = now
         if self.lease_state is LeaseState.OPENING:
             self._move_lease(LeaseState.NONE)
             self._retry_at = now + self.settings.retry_seconds
@@ -181,8 +190,31 @@ class Election:
         if candidacy is None or not candidacy.asked or lease != self.lease:
             return Resign(group, epoch)
         candidacy.asked, candidacy.epoch = False, epoch
+        self._unexplained.pop(group, None)
         self._move(candidacy, ClaimState.HELD)
         return candidacy
+
+    def on_claim_failed(self, group: GroupId, now: float) -> None:
+        """The store did not answer."""
+        self._failed_at = now
+        self.on_not_claimed(group)
+
+    def on_taken_here(self, group: GroupId, epoch: int, now: float) -> list[RegistryEffect]:
+        """The claim is this node's, and nobody here holds it.
+
+        An earlier run made it, and it will end with that run's lease. If it does not, it is under our own lease: it
+        was reported as failed, or could not be given back. Then give it back, once whatever an earlier run may have
+        lent under it has surely ended.
+        """
+        self.on_not_claimed(group)
+        known, resign_at = self._unexplained.get(group, (0, inf))
+        if known != epoch:
+            longest = max(self.settings.lease_seconds, self.settings.cool_seconds)
+            self._unexplained[group] = (epoch, now + longest)
+        elif now >= resign_at:
+            del self._unexplained[group]
+            return [Resign(group, epoch)]
+        return []
 
     def on_not_claimed(self, group: GroupId) -> None:
         """Taken, or the store did not answer: whoever still wants a leader will ask again."""

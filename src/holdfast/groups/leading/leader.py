@@ -1,7 +1,7 @@
 """A group's leader: decides who reads what, keeps the group's progress, and answers for both.
 
-    LOADING -> SETTLING -> LEADING -> DELETING         SETTLING is left out where nothing was lent
-       |  ^                   |
+    LOADING -> SETTLING <-> LEADING -> DELETING        SETTLING is left out where nothing was lent
+       |  ^                   |                        and comes again after the lease was in doubt
        v  |                   v
        VOID  (no such group)  RETIRED  (another rules; from every phase)
 
@@ -9,13 +9,14 @@ It leads only while it is *trusted*: until its node's lease, by its own clock an
 it says and saves nothing, so that its silence ends every loan before another leader can be chosen.
 
 The one surprising rule: what a loan's holder must not lose is saved before the holder is told to forget it
-(`Revoked`, `LeftGroup`), and nothing else is waited for; all other progress is saved when it suits.
+(`Revoked`, `LeftGroup`), and nothing else is waited for; all other progress is saved when it suits. `Unsaved` owns
+what is not saved and what waits for it; a `Save` is always the last effect of a list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import inf
 
@@ -23,8 +24,18 @@ from holdfast.errors import BrokenInvariant
 from holdfast.groups.leading.batch_seat import BatchSeat, BatchStatus
 from holdfast.groups.leading.lender import Lender
 from holdfast.groups.leading.seats import Seat, superseded
-from holdfast.groups.protocol.effects import LeaderEffect, Load, Retire, Save, Trimmed, WatchStreams
-from holdfast.groups.protocol.events import Deposed, Loaded, LoadFailed, Retreat, SaveFailed, StreamsSeen, Trusted
+from holdfast.groups.leading.unsaved import Unsaved
+from holdfast.groups.protocol.effects import LeaderEffect, Load, Retire, Trimmed, WatchStreams
+from holdfast.groups.protocol.events import (
+    Deposed,
+    Loaded,
+    LoadFailed,
+    Retreat,
+    Saved,
+    SaveFailed,
+    StreamsSeen,
+    Trusted,
+)
 from holdfast.groups.protocol.messages import (
     Answer,
     Ask,
@@ -67,13 +78,24 @@ class Phase(Enum):
 LEGAL: dict[Phase, set[Phase]] = {
     Phase.LOADING: {Phase.SETTLING, Phase.LEADING, Phase.VOID, Phase.RETIRED},
     Phase.SETTLING: {Phase.LEADING, Phase.DELETING, Phase.RETIRED},
-    Phase.LEADING: {Phase.DELETING, Phase.RETIRED},
+    Phase.LEADING: {Phase.SETTLING, Phase.DELETING, Phase.RETIRED},
     Phase.DELETING: {Phase.RETIRED},
     Phase.VOID: {Phase.LOADING, Phase.RETIRED},
     Phase.RETIRED: set(),
 }
 
-HostEvent = Loaded | LoadFailed | StreamsSeen | SaveFailed | Deposed | Retreat
+
+@dataclass(frozen=True, slots=True)
+class PendingSeek:
+    """It begins once everything has come back, unless that takes too long."""
+
+    ask: Ask
+    offsets: tuple[tuple[Stream, int], ...]
+    from_generation: int
+    until: float
+
+
+HostEvent = Loaded | LoadFailed | StreamsSeen | Saved | SaveFailed | Deposed | Retreat
 LeaderEvent = Tick | Trusted | HostEvent | ToLeader
 
 
@@ -81,27 +103,39 @@ class Leader:
     """The leader of one group under one claim; `epoch` is the claim's."""
 
     def __init__(
-        self, group: GroupId, epoch: int, node: str, settings: LeaderSettings, trusted_until: float, now: float
+        self,
+        group: GroupId,
+        epoch: int,
+        node: str,
+        settings: LeaderSettings,
+        trusted_until: float,
+        now: float,
+        *,
+        after_outage: bool = False,
     ):
         self.group, self.epoch, self.node, self.settings = group, epoch, node, settings
         self.here = Address(node, "leader", str(group))
         self.phase = Phase.LOADING
         self.record: GroupRecord | None = None
-        self.lender = Lender(f"group {group}, epoch {epoch}", epoch, settings, self.here)
+        self.unsaved = Unsaved(group, epoch, settings)
+        self.lender = Lender(f"group {group}, epoch {epoch}", epoch, settings, self.here, self.unsaved)
         self.seats, self.group_streams, self.book = self.lender.seats, self.lender.group_streams, self.lender.book
         self.moves: list[str] = []
         self._trusted_until = trusted_until
-        self._waiting: dict[object, Wanted] = {}
+        self._in_doubt = after_outage
+        """The store was away a moment ago, and may be away again: then members cannot find us."""
+        self._waiting: dict[object, tuple[Wanted, float]] = {}
+        """Heard while loading, each with when."""
         self._dead: set[str] = set()
-        self._seek: tuple[Ask, Seek] | None = None
-        self._deleting: Ask | None = None
+        self._seek: PendingSeek | None = None
+        self._pauses: dict[str, Ask] = {}
+        """To be answered once everything has been called back."""
         self._retreat: Retreat | None = None
-        self._record_dirty = False
-        self._after_save: list[LeaderEffect] = []
-        self._last_save: Save | None = None
-        self._must_save = False
+        self._retiring = False
+        self._place_waits = False
         self._load_at = now
-        self._expire_at = self._save_at = self._place_at = self._settle_at = self._retire_at = inf
+        self._expire_at = self._place_at = self._settle_at = self._retire_at = inf
+        self._settle_from = inf
         self.deadline = now
 
     # ------------------------------------------------------------------------------------ the door
@@ -110,18 +144,18 @@ class Leader:
         if self.phase is Phase.RETIRED:
             return []
         if isinstance(event, Trusted):
-            self._trusted_until = max(self._trusted_until, event.until)
+            self._on_trusted(event, now)
         if now >= self._trusted_until:
             effects = self._distrusted(event, now)
-        elif self.phase is Phase.DELETING:
-            effects = self._while_deleting(event, now)
         else:
-            effects = self._dispatch(event, now)
+            effects = self._while_deleting(event, now) if self.phase is Phase.DELETING else self._dispatch(event, now)
             if self.group_streams.news:
                 self.group_streams.news = False
                 self._place_soon(now)
-            if self.group_streams.dirty and self._save_at == inf:
-                self._save_at = now + self.settings.save_seconds
+            if not self.unsaved.empty and self.unsaved.at == inf:
+                self.unsaved.by(now + self.settings.save_seconds)
+            if now >= self.unsaved.at:
+                effects += self._save(now)
         self._arm(now)
         return effects
 
@@ -138,7 +172,7 @@ class Leader:
             case UpdateStreamStates():
                 return self._on_states(event, now)
             case LeaderWanted() | FindLeader() | LeaveGroup() | Ask():
-                return self._on_wanted(event, now)
+                return self._on_wanted(event, now, now)
             case Trusted():
                 return []
             case _:
@@ -154,8 +188,14 @@ class Leader:
                 if self.record:  # before that, nobody has asked
                     skipped = self.group_streams.see(event.streams)
                     return [Trimmed(self.group, skipped)] if skipped else []
+            case Saved():
+                self.unsaved.saved(now)
+                return self._on_saved(now)
             case SaveFailed():
-                self._on_save_failed(now)
+                self.unsaved.failed(now)
+                if self.phase is Phase.SETTLING:
+                    self._in_doubt = True
+                    self._settle(now)
             case Retreat():
                 self._retreat = event
                 self._place_soon(now)
@@ -167,19 +207,36 @@ class Leader:
     def _distrusted(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
         """Facts are taken in; nothing is said, saved or lent until the lease is known to stand."""
         match event:
+            case Saved():
+                self.unsaved.saved(now)
+                return []
             case Loaded() | LoadFailed() | StreamsSeen() | SaveFailed() | Deposed() | Retreat():
                 return [e for e in self._on_host(event, now) if isinstance(e, Retire | WatchStreams | Trimmed)]
             case _:
                 return []
 
+    def _on_trusted(self, trusted: Trusted, now: float) -> None:
+        lapsed = now >= self._trusted_until
+        self._trusted_until = max(self._trusted_until, trusted.until)
+        if not lapsed or now >= self._trusted_until:
+            if self._in_doubt and self.phase is Phase.SETTLING:
+                self._in_doubt, self._settle_at = False, max(self._settle_from, now + self.settings.settle_seconds)
+            return
+        self.unsaved.by(now)
+        if self.phase in (Phase.LEADING, Phase.SETTLING) and self.record and self.record.lent:
+            # No member was promised more than our own lease: all of them have stopped, and come back with what they
+            # know, as they would to another leader.
+            if self.phase is Phase.LEADING:
+                self._move(Phase.SETTLING)
+            self._in_doubt = True
+            self._settle(now)
+
     def _while_deleting(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
         match event:
-            case Tick() if now >= self._save_at:
-                self._save_at = inf
-                return self._say_deleted()
-            case SaveFailed():
-                self._save_at = now + self.settings.save_retry_seconds
-            case Deposed():
+            case Saved():
+                self.unsaved.saved(now)
+                return self.unsaved.ready()
+            case SaveFailed() | Deposed():
                 return self._on_host(event, now)
         return []
 
@@ -188,16 +245,17 @@ class Leader:
             self.deadline = inf
             return
         if self.phase is Phase.DELETING:
-            self.deadline = self._save_at
+            self.deadline = self.unsaved.at
             return
         self.deadline = min(
             self._load_at,
             self._expire_at,
             self.lender.resend_at,
-            self._save_at,
+            self.unsaved.at,
             self._place_at,
             self._settle_at,
             self._retire_at,
+            self._seek.until if self._seek else inf,
         )
 
     # --------------------------------------------------------------------------------------- time
@@ -213,12 +271,9 @@ class Leader:
         if now >= self._expire_at:
             self._expire(now)
         effects: list[LeaderEffect] = []
-        if now >= self._save_at or (self._must_save and now >= self.lender.resend_at):
-            # A save that failed comes before anything is said again that rests on it.
-            effects += self._flush(now)
         if now >= self.lender.resend_at:
             effects += self.lender.resend(now)
-        if now >= self._place_at:
+        if now >= self._place_at or (self._seek and now >= self._seek.until):
             effects += self._place(now)
         if now >= self._retire_at:
             effects += self._retire(now)
@@ -235,36 +290,58 @@ class Leader:
             self._place_at = now + self.settings.place_seconds
 
     def _place(self, now: float) -> list[LeaderEffect]:
-        self._place_at = inf
-        if self._retreat and not self.book.entries and self.phase is not Phase.SETTLING:
+        self._place_at, self._place_waits = inf, False
+        if self._seek and now >= self._seek.until:
+            self._seek = None
+        if self._may_go():
             return self._go(now)
         if self.record is None or self.group_streams.seen is None or self.phase is not Phase.LEADING:
             return []
         lend = not (self.record.paused or self._seek or self._retreat)
+        if lend and self.seats and not self.unsaved.stands(self.record):
+            # Before the first grant leaves: a follower must know that somebody may have progress to tell.
+            if not self.record.lent:
+                self._write(replace(self.record, lent=True), now)
+            self.unsaved.by(now)
+            self._place_waits = True
+            return []
         within = self._retreat.within_seconds if self._retreat else self.settings.revoke_seconds
         within = 0.0 if self._seek else within
         effects = self.lender.place(self.record, now, lend=lend, within_seconds=within)
-        if self.group_streams.forget:
-            self._save_by(now + self.settings.save_seconds)
         if self.group_streams.from_generation != self.record.from_generation:
             self._write(replace(self.record, from_generation=self.group_streams.from_generation), now)
-        if self._seek and not self.book.entries:
-            effects += self._finish_seek(now)
-        if self.book.entries and not self.record.lent:
-            # Before the first grant leaves: a follower must know that somebody may have progress to tell.
-            self._write(replace(self.record, lent=True), now)
-        return [*self._flush(now), *effects] if self._record_dirty else effects
+        if not self.book.entries:
+            for ask in self._pauses.values():
+                self._answer(ask, now)
+            self._pauses.clear()
+            if self._seek:
+                self._finish_seek(self._seek, now)
+        return effects
 
     def _retire(self, now: float) -> list[LeaderEffect]:
         self._retire_at = inf
-        return [] if self.seats or self.book.entries or self._waiting or self._seek else self._go(now)
+        self._retiring = True
+        return self._go(now) if self._may_go() else []
+
+    def _may_go(self) -> bool:
+        """Is nothing lent, and nobody in need of this leader?"""
+        if self.book.entries:
+            return False
+        if self._retreat:
+            return self.phase is not Phase.SETTLING
+        return self._retiring and not (self.seats or self._waiting or self._seek)
 
     def _go(self, now: float) -> list[LeaderEffect]:
-        """Nothing is lent: leave the group to whoever comes next. If the save fails we stay, and hear of it."""
+        """Leave the group to whoever comes next: everything is saved, then that nothing is lent, then it is left."""
+        if not self.unsaved.empty:
+            self.unsaved.by(now)
+            return []
         if self.record and self.record.lent:
             self._write(replace(self.record, lent=False), now)
+            self.unsaved.by(now)
+            return []
         farewells = [Send(seat.home, Invalidate(seat.member)) for seat in self.seats.values()]
-        return [*self._flush(now), *farewells, Retire(self.group, self.epoch)]
+        return [*farewells, Retire(self.group, self.epoch)]
 
     # -------------------------------------------------------------------------------------- store
 
@@ -276,84 +353,66 @@ class Leader:
         self._retire_at = now + self.settings.linger_seconds
         if loaded.record is None:
             # Whoever joins a group has seen its record: these were declared, so they are deleted, for ever.
-            self._dead.update(wanted.born for wanted in waiting if not isinstance(wanted, Ask))
+            self._dead.update(wanted.born for wanted, _ in waiting if not isinstance(wanted, Ask))
             self._move(Phase.VOID)
         else:
             self.record = loaded.record
+            self.unsaved.loaded(loaded.record)
             self.group_streams.load(loaded.record, loaded.progress)
             self._move(Phase.SETTLING if loaded.record.lent else Phase.LEADING)
             if loaded.record.lent:
-                self._settle_at = now + self.settings.settle_seconds
+                self._settle(now)
             effects.append(WatchStreams(self.group, loaded.record.log))
-        for wanted in waiting:
-            if self._deleting is None:  # which one of them may ask for
-                effects += self._on_wanted(wanted, now)
+        for wanted, heard_at in waiting:
+            effects += self._on_wanted(wanted, heard_at, now)
         return effects
+
+    def _settle(self, now: float) -> None:
+        """Wait for members; after an outage longer, and until the lease was renewed once more."""
+        if self._in_doubt:
+            self._settle_from, self._settle_at = now + self.settings.settle_after_outage_seconds, inf
+        else:
+            self._settle_at = now + self.settings.settle_seconds
 
     def _write(self, record: GroupRecord, now: float) -> None:
         self.record = record
-        self._record_dirty = True
-        self._save_by(now + self.settings.gather_seconds)
+        self.unsaved.write(record)
+        self.unsaved.by(now + self.settings.gather_seconds)
 
-    def _save_by(self, at: float) -> None:
-        self._save_at = min(self._save_at, at)
+    def _save(self, now: float) -> list[LeaderEffect]:
+        effects = self.unsaved.save(self.group_streams.progress, now)
+        if effects:
+            return effects
+        if self.phase is Phase.DELETING:
+            return []
+        # Some of what is waited for may be saved already.
+        return self._on_saved(now) if self.unsaved.empty else self._say_saved(now)
 
-    def _flush(self, now: float) -> list[LeaderEffect]:
-        """Save what is dirty; then confirm whatever waited for that."""
-        self._save_at = inf
-        self._must_save = False
-        effects: list[LeaderEffect] = []
-        group_streams = self.group_streams
-        if group_streams.dirty or group_streams.forget or self._record_dirty:
-            save = Save(
-                self.group,
-                self.epoch,
-                self.record if self._record_dirty else None,
-                tuple(group_streams.progress[stream].copy() for stream in group_streams.dirty),
-                tuple(group_streams.forget),
-            )
-            group_streams.dirty.clear()
-            group_streams.forget.clear()
-            self._record_dirty = False
-            self._last_save = save
-            effects.append(save)
-        effects += self.lender.confirm(now)
-        effects += self._after_save
-        self._after_save = []
-        return effects
+    def _on_saved(self, now: float) -> list[LeaderEffect]:
+        """Go on with whatever waited for it."""
+        effects = self._say_saved(now)
+        if self._may_go():
+            return effects + self._go(now)
+        return effects + (self._place(now) if self._place_waits else [])
 
-    def _on_save_failed(self, now: float) -> None:
-        """Nothing of the last save is stored, and nothing that followed it was said."""
-        save, self._last_save = self._last_save, None
-        if save is None or self.phase is Phase.RETIRED:
-            return
-        for stream in [progress.stream for progress in save.progress]:
-            if stream in self.group_streams.progress:
-                self.group_streams.dirty[stream] = None
-        for stream in save.forget:
-            if stream not in self.group_streams.progress:
-                self.group_streams.forget[stream] = None
-        self._record_dirty = self._record_dirty or save.record is not None
-        self._must_save = True
-        self._save_by(now + self.settings.save_retry_seconds)
-        if not self.seats:
-            self._retire_at = now + self.settings.linger_seconds
-        if self._retreat:
-            self._place_soon(now)
+    def _say_saved(self, now: float) -> list[LeaderEffect]:
+        return [*self.lender.confirm(now), *self.unsaved.ready()]
 
     # ------------------------------------------------------------------------------------ members
 
-    def _on_wanted(self, wanted: Wanted, now: float) -> list[LeaderEffect]:
+    def _on_wanted(self, wanted: Wanted, heard_at: float, now: float) -> list[LeaderEffect]:
         match self.phase:
             case Phase.LOADING:
                 # Of each member the last thing it said is enough.
-                self._waiting[wanted.request if isinstance(wanted, Ask) else wanted.member] = wanted
+                self._waiting[wanted.request if isinstance(wanted, Ask) else wanted.member] = (wanted, now)
                 return []
             case Phase.VOID:
                 return self._on_wanted_in_void(wanted, now)
+            case Phase.DELETING:
+                return []
         match wanted:
             case Ask():
-                return self._on_ask(wanted, now)
+                return self._on_ask(wanted, heard_at, now)
             case LeaveGroup():
                 return self._on_disconnect(wanted, now)
             case _:
@@ -370,17 +429,18 @@ class Leader:
             return [Send(wanted.reply_to, Invalidate(wanted.member, deleted=True))]
         # Not one of those we know to be deleted: the group may have been declared again.
         self._move(Phase.LOADING)
-        self._waiting[wanted.member] = wanted
+        self._retiring = False
+        self._waiting[wanted.member] = (wanted, now)
         self._load_at = now
         return []
 
     def _on_join(self, wanted: LeaderWanted | FindLeader, now: float) -> list[LeaderEffect]:
         assert self.record is not None
-        if self._retreat:
-            return []
         if wanted.born != self.record.born:
             return [Send(wanted.reply_to, Invalidate(wanted.member, deleted=True))]
         self._merge_carried(wanted.carried)
+        if self._retreat:
+            return []  # it asks again, and finds the next leader; what it brought will be known there
         seat = self.seats.get(wanted.member) or self._admit(wanted, now)
         if seat is None or seat.condemned:
             return []
@@ -407,7 +467,7 @@ class Leader:
             self.seats[member].leaving = True
         kind = BatchSeat if isinstance(wanted, FindLeader) else Seat
         seat = self.seats[wanted.member] = kind(wanted.member, wanted.reply_to, now)
-        self._retire_at = inf
+        self._retire_at, self._retiring = inf, False
         assert self.record is not None
         if self.record.idle:
             self._write(replace(self.record, idle=False), now)
@@ -438,7 +498,7 @@ class Leader:
             seat.leaving = True
             self._place_soon(now)
         if ping.reports and self.lender.take(ping.member, ping.reports, now):
-            self._save_by(now + self.settings.gather_seconds)
+            self.unsaved.by(now + self.settings.gather_seconds)
         kept = not ping.carried or self._merge_carried(ping.carried)
         good_for = self._count_on(seat, now)
         oldest = self.book.oldest_number(ping.member)
@@ -454,7 +514,7 @@ class Leader:
         # From a stranger it is worth nothing: it will learn from its next ping that it is one.
         known = update.epoch == self.epoch and update.member in self.seats
         if known and self.lender.take(update.member, update.reports, now):
-            self._save_by(now + self.settings.gather_seconds)
+            self.unsaved.by(now + self.settings.gather_seconds)
         return []
 
     def _on_revoke_finished(self, finished: RevokeFinished, now: float) -> list[LeaderEffect]:
@@ -473,7 +533,7 @@ class Leader:
             seat.echo, seat.good_for_seconds, seat.kept = states.sent_at, good_for, kept
         effects = self.lender.desk.on_states(seat, states, now)
         if self.lender.desk.returned(seat):
-            self._save_by(now + self.settings.gather_seconds)
+            self.unsaved.by(now + self.settings.gather_seconds)
         if seat.stable and not was:
             self._place_soon(now)
         return effects
@@ -484,76 +544,88 @@ class Leader:
             self._merge_carried(disconnect.carried)
             if disconnect.member in self.seats:
                 self._unseat(disconnect.member, now)
-        self._after_save.append(Send(disconnect.reply_to, LeftGroup(disconnect.member)))
-        self._save_by(now + self.settings.gather_seconds)
+        # The record too: what is worth nothing after a seek is worth everything until the seek is saved.
+        about = {None, *(carried.piece.stream for carried in disconnect.carried)}
+        self.unsaved.say(about, Send(disconnect.reply_to, LeftGroup(disconnect.member)))
+        self.unsaved.by(now + self.settings.gather_seconds)
         return []
 
     def _merge_carried(self, carried: Iterable[Carried]) -> bool:
         """Take over what members know from before; whether it is all durable already."""
-        kept = True
+        kept = not self.unsaved.ticket(None)
         for piece, course, mark in carried:
             self.group_streams.merge(piece, course, mark)
-            kept = kept and piece.stream not in self.group_streams.dirty
+            kept = kept and not self.unsaved.ticket(piece.stream)
         return kept
 
     # ---------------------------------------------------------------------------------- operators
 
-    def _on_ask(self, ask: Ask, now: float) -> list[LeaderEffect]:
+    def _on_ask(self, ask: Ask, heard_at: float, now: float) -> list[LeaderEffect]:
         assert self.record is not None
-        what = ask.what
+        until, what = ask.until(self.node, heard_at), ask.what
+        if now >= until:
+            return []  # whoever asked has given up
         if isinstance(what, Describe):
             return [Send(ask.reply_to, Answer(ask.request, view=self.view()))]
         if ask.request in self.record.answered:
             return self._answer(ask, now)
         match what:
             case SetPaused(paused):
-                self._write(replace(self.record, paused=paused), now)
-                self._place_soon(now)
-                return self._answer(ask, now)
-            case Seek():
+                return self._pause(ask, paused, now)
+            case Seek(offsets, from_generation):
                 if self._seek is None:
-                    self._seek = (ask, what)
+                    self._seek = PendingSeek(ask, offsets, from_generation, until)
                     self._place_soon(now)
                 return []
             case DeleteGroup(if_idle):
                 if if_idle and self.seats:
                     return [Send(ask.reply_to, Answer(ask.request, f"group {self.group} has members"))]
-                return self._delete(ask)
+                return self._delete(ask, now)
+
+    def _pause(self, ask: Ask, paused: bool, now: float) -> list[LeaderEffect]:
+        """Going on is answered once it is saved; a pause, once everything has come back besides."""
+        assert self.record is not None
+        if paused != self.record.paused:
+            self._write(replace(self.record, paused=paused), now)
+        self._place_soon(now)
+        if paused:
+            self._pauses[ask.request] = ask
+            return []
+        resumed = [
+            Send(other.reply_to, Answer(other.request, f"group {self.group} was resumed meanwhile"))
+            for other in self._pauses.values()
+        ]
+        self._pauses.clear()
+        return [*resumed, *self._answer(ask, now)]
 
     def _answer(self, ask: Ask, now: float) -> list[LeaderEffect]:
         assert self.record is not None
         if ask.request not in self.record.answered:
             self._write(self.record.having_answered(ask.request), now)
-        self._after_save.append(Send(ask.reply_to, Answer(ask.request)))
-        self._save_by(now + self.settings.gather_seconds)
+        self.unsaved.say((None,), Send(ask.reply_to, Answer(ask.request)))
+        self.unsaved.by(now + self.settings.gather_seconds)
         return []
 
-    def _finish_seek(self, now: float) -> list[LeaderEffect]:
+    def _finish_seek(self, seek: PendingSeek, now: float) -> None:
         """Everything has come back: begin the new course."""
-        assert self._seek is not None and self.record is not None
-        (ask, seek), self._seek = self._seek, None
-        forgotten = [stream for stream in self.group_streams.progress if stream not in (self.group_streams.seen or {})]
+        assert self.record is not None
+        self._seek = None
         self._write(self.record.turned(dict(seek.offsets), seek.from_generation), now)
         self.group_streams.start_over(self.record)
-        self.group_streams.forget.update(dict.fromkeys(forgotten))
-        self._place_soon(now)
-        return self._answer(ask, now)
+        self._answer(seek.ask, now)
+        self.unsaved.by(now)
+        self._place_waits = True
 
-    def _delete(self, ask: Ask) -> list[LeaderEffect]:
+    def _delete(self, ask: Ask, now: float) -> list[LeaderEffect]:
+        """All or nothing: until it is saved nobody is told anything."""
         self._move(Phase.DELETING)
-        self._deleting = ask
-        return self._say_deleted()
-
-    def _say_deleted(self) -> list[LeaderEffect]:
-        """All or nothing: if the save fails, nobody has been told anything, and it is tried again."""
-        assert self._deleting is not None
-        streams: dict[Stream, None] = dict.fromkeys([*self.group_streams.progress, *self.group_streams.forget])
-        return [
-            Save(self.group, self.epoch, forget=tuple(streams), delete=True),
-            *[Send(seat.home, Invalidate(seat.member, deleted=True)) for seat in self.seats.values()],
-            Send(self._deleting.reply_to, Answer(self._deleting.request)),
-            Retire(self.group, self.epoch),
-        ]
+        self.unsaved.delete()
+        for seat in self.seats.values():
+            self.unsaved.say((None,), Send(seat.home, Invalidate(seat.member, deleted=True)))
+        self.unsaved.say((None,), Send(ask.reply_to, Answer(ask.request)))
+        self.unsaved.say((None,), Retire(self.group, self.epoch))
+        self.unsaved.by(now)
+        return []
 
     def view(self) -> GroupView:
         """Who holds what, now."""

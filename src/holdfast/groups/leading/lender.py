@@ -23,6 +23,7 @@ from holdfast.groups.leading.loans import LoanBook, LoanEntry, LoanStatus
 from holdfast.groups.leading.placement import place, place_together, slices_wanted
 from holdfast.groups.leading.seats import Seat
 from holdfast.groups.leading.streams import GroupStreams
+from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.progress import overlap
 from holdfast.groups.protocol.effects import LeaderEffect
 from holdfast.groups.protocol.messages import Grant, Report, Revoke, Revoked
@@ -42,19 +43,20 @@ COARSER_AT = 4
 class Lender:
     """The loans of one group under one epoch."""
 
-    def __init__(self, name: str, epoch: int, settings: LeaderSettings, here: Address):
-        self.epoch, self.settings = epoch, settings
-        self.group_streams = GroupStreams()
+    def __init__(self, name: str, epoch: int, settings: LeaderSettings, here: Address, unsaved: Unsaved):
+        self.epoch, self.settings, self._unsaved = epoch, settings, unsaved
+        self.group_streams = GroupStreams(unsaved)
         self.book = LoanBook(name)
         self.seats: dict[MemberId, Seat] = {}
-        self.desk = BatchDesk(self.book, self.group_streams, settings, epoch, here)
+        self.desk = BatchDesk(self.book, self.group_streams, settings, epoch, here, unsaved)
         self.resend_at = inf
 
     # ------------------------------------------------------------------------------------ placing
 
     def place(self, record: GroupRecord, now: float, *, lend: bool, within_seconds: float) -> list[LeaderEffect]:
         """Bring the loans nearer to what placement says; with `lend` False, call everything back."""
-        self.group_streams.sweep({piece.stream for piece in self.book.entries})
+        for stream in self.group_streams.sweep({piece.stream for piece in self.book.entries}):
+            self.book.forget(stream)
         members = [seat.member for seat in self.seats.values() if seat.active] if lend else []
         pieces = self._pieces(record, len(members))
         held = {entry.piece: entry.owner for entry in self.book.entries.values() if entry.status in _HELD}
@@ -118,8 +120,7 @@ class Lender:
         streams = self.group_streams.open_streams(record.order, record.key)
         of = self._slices(record, streams, members)
         for stream in streams if members else ():
-            if progress[stream].cut(of, lent):
-                self.group_streams.dirty[stream] = None
+            self.group_streams.cut(stream, of, lent)
         there = [piece for stream in streams for piece in progress[stream].pieces()]
         missing = members - len(there)
         pieces: list[Piece] = []
@@ -223,21 +224,22 @@ class Lender:
                 self.book.move(entry, LoanStatus.GRANTED, now)
             progress = self.group_streams.progress[report.piece.stream]
             self.group_streams.merge(report.piece, progress.course, report.mark)
-            if progress.note_attempts(report.piece, report.attempts):
-                self.group_streams.dirty[report.piece.stream] = None
+            self.group_streams.note_attempts(report.piece, report.attempts)
             if report.final and entry.status is LoanStatus.REVOKING and not entry.final:
                 entry.final = urgent = True
+                entry.ticket = self._unsaved.ticket(report.piece.stream)
         return urgent
 
     def confirm(self, now: float) -> list[LeaderEffect]:
-        """What came back has been saved (the save stands before this in the list): tell those who wait for it."""
+        """Tell those whose last progress is stored by now."""
         effects: list[LeaderEffect] = []
         for entry in list(self.book.unsettled.values()):
-            if entry.final and entry.status is LoanStatus.REVOKING and not self.is_batch(entry.owner):
+            final = entry.final and entry.status is LoanStatus.REVOKING and not self.is_batch(entry.owner)
+            if final and self._unsaved.reached(entry.piece.stream, entry.ticket):
                 self.book.move(entry, LoanStatus.REVOKED, now)
                 effects += self.say(entry, now)
         for seat in self.seats.values():
-            if isinstance(seat, BatchSeat) and self.desk.returned(seat):
+            if isinstance(seat, BatchSeat) and self.desk.stored(seat):
                 effects += self.desk.confirm(seat, now)
                 self.resend_at = min(self.resend_at, seat.resend_at)
         return effects

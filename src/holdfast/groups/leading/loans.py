@@ -52,6 +52,8 @@ class LoanEntry:
     """Of a batch member's set: the version that brought the piece in."""
     final: bool = False
     """The last progress has arrived; once it is saved, the loan is REVOKED."""
+    ticket: int = 0
+    """Whether it is saved: see `Unsaved.reached`."""
     policy: Policy = NO_POLICY
     within_seconds: float = 0.0
     revoked_since: float = inf

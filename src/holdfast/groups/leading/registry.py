@@ -10,6 +10,7 @@ memories could send it back and forth for ever.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from holdfast.groups.leading.election import Election
@@ -91,15 +92,15 @@ class Registry:
             case LeaseRenewed(lease, asked_at):
                 return election.on_renewed(lease, asked_at)
             case LeaseLost(lease):
-                return election.on_lost(lease)
+                return election.on_lost(lease, now)
             case LeaseFailed():
                 return election.on_lease_failed(now)
             case Claimed():
-                return self._on_claimed(event)
+                return self._on_claimed(event, now)
             case Taken():
                 return self._on_taken(event, now)
             case ClaimFailed(group):
-                election.on_not_claimed(group)
+                election.on_claim_failed(group, now)
                 self.waiting.pop(group, None)
                 return []
             case LeaderRetired(group, epoch, clean):
@@ -108,44 +109,54 @@ class Registry:
     def _on_wanted(self, wanted: Wanted, now: float) -> list[RegistryEffect]:
         group = wanted.group
         if self.election.holds(group):
-            return [Send(self._leader(self.node, group), wanted)]
+            return self._hand_over(self.node, group, wanted, now)
         if wanted.reply_to.node == self.node:
             node, until = self._elsewhere.get(group, ("", -inf))
             if now < until:
-                return [Send(self._leader(node, group), wanted)]
+                return self._hand_over(node, group, wanted, now)
             self._elsewhere.pop(group, None)
         if isinstance(wanted, LeaveGroup) and not wanted.carried:
-            # It has nothing to tell: not worth an election.
+            # It has nothing to tell: not worth an election, nor is what it asked for before.
+            self.waiting.get(group, {}).pop(wanted.member, None)
             return []
         waiting = self.waiting.setdefault(group, {})
         if len(waiting) < WAITING_MAX:
             waiting[wanted.request if isinstance(wanted, Ask) else wanted.member] = wanted
         return self.election.claim(group, now)
 
-    def _on_claimed(self, claimed: Claimed) -> list[RegistryEffect]:
+    def _on_claimed(self, claimed: Claimed, now: float) -> list[RegistryEffect]:
         found = self.election.on_claimed(claimed.group, claimed.lease, claimed.epoch)
         if isinstance(found, Resign):
             return [found]
-        start = StartLeader(claimed.group, claimed.epoch, self.election.trusted_until)
-        return [start, *self._pass_on(claimed.group, self.node)]
+        after_outage = self.election.after_outage(now)
+        start = StartLeader(claimed.group, claimed.epoch, self.election.trusted_until, after_outage)
+        return [start, *self._pass_on(claimed.group, self.node, now)]
 
     def _on_taken(self, taken: Taken, now: float) -> list[RegistryEffect]:
-        self.election.on_not_claimed(taken.group)
         if taken.node == self.node:
-            # Made by an earlier run of this node: it will end with that run's lease.
             self.waiting.pop(taken.group, None)
-            return []
+            return self.election.on_taken_here(taken.group, taken.epoch, now)
+        self.election.on_not_claimed(taken.group)
         self._elsewhere[taken.group] = (taken.node, now + self.settings.remember_seconds)
-        return self._pass_on(taken.group, taken.node)
+        return self._pass_on(taken.group, taken.node, now)
 
-    def _pass_on(self, group: GroupId, node: str) -> list[RegistryEffect]:
+    def _pass_on(self, group: GroupId, node: str, now: float) -> list[RegistryEffect]:
         waiting = self.waiting.pop(group, {})
         here = node == self.node
-        return [
-            Send(self._leader(node, group), wanted)
-            for wanted in waiting.values()
-            if here or wanted.reply_to.node == self.node
-        ]
+        effects: list[RegistryEffect] = []
+        for wanted in waiting.values():
+            if here or wanted.reply_to.node == self.node:
+                effects += self._hand_over(node, group, wanted, now)
+        return effects
+
+    def _hand_over(self, node: str, group: GroupId, wanted: Wanted, now: float) -> list[RegistryEffect]:
+        if isinstance(wanted, Ask) and wanted.reply_to.node == self.node:
+            left = wanted.until(self.node, now) - now
+            if left <= 0:
+                return []  # whoever asked has given up
+            if node != self.node:
+                wanted = replace(wanted, good_for_seconds=left)
+        return [Send(self._leader(node, group), wanted)]
 
     @staticmethod
     def _leader(node: str, group: GroupId) -> Address:

@@ -16,8 +16,9 @@ once their whole generation is finished, and from then on `from_generation` says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
+from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Skipped
 from holdfast.groups.protocol.events import StreamInfo
@@ -30,15 +31,13 @@ GENERATIONS_MAX = 2
 
 
 class GroupStreams:
-    """Streams of one group and their progress; `dirty` are those that differ from what is stored."""
+    """Streams of one group and their progress; what changes is handed to `unsaved`."""
 
-    def __init__(self) -> None:
+    def __init__(self, unsaved: Unsaved) -> None:
+        self._unsaved = unsaved
         self.seen: dict[Stream, int | None] | None = None
         """Streams of the log, each with its end if it is sealed; None: nobody has looked yet."""
         self.progress: dict[Stream, StreamProgress] = {}
-        self.dirty: dict[Stream, None] = {}
-        self.forget: dict[Stream, None] = {}
-        """Streams whose stored progress is to be deleted."""
         self.news = False
         """Something happened that may change what is open."""
         self.from_generation = 0
@@ -54,7 +53,7 @@ class GroupStreams:
             if progress.course == record.course:
                 self.progress[progress.stream] = progress
             else:
-                self.forget[progress.stream] = None
+                self._unsaved.forget(progress.stream)
 
     def see(self, infos: Iterable[StreamInfo]) -> tuple[Skipped, ...]:
         """These are the streams now; what is lost of those that were dropped."""
@@ -73,7 +72,7 @@ class GroupStreams:
         self.news = True
 
     def _start(self, stream: Stream) -> StreamProgress:
-        self.forget.pop(stream, None)
+        self._unsaved.keep(stream)
         begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0), self._key)
         self.progress[stream] = begun
         return begun
@@ -81,8 +80,10 @@ class GroupStreams:
     def start_over(self, record: GroupRecord) -> None:
         """After a seek: the record says where."""
         self._course, self._starts, self.from_generation = record.course, record.starts, record.from_generation
+        self._unsaved.start_over()
+        for stream in [stream for stream in self.progress if stream not in (self.seen or {})]:
+            self._unsaved.forget(stream)
         self.progress.clear()
-        self.dirty.clear()
         self._take_infos()
 
     def merge(self, piece: Piece, course: str, mark: Mark) -> None:
@@ -92,10 +93,19 @@ class GroupStreams:
         # Members may bring news of a stream before we have looked which there are.
         progress = self.progress.get(piece.stream) or self._start(piece.stream)
         if progress.merge(piece, mark):
-            self.dirty[piece.stream] = None
+            self._unsaved.note(piece.stream)
             end = self.seen.get(piece.stream) if self.seen else None
             if end is not None and any(progress.reached(mine) >= end for mine in progress.common(piece)):
                 self.news = True
+
+    def cut(self, stream: Stream, of: int, lent: Container[Piece]) -> None:
+        """Cut anew whatever of it is not lent."""
+        if self.progress[stream].cut(of, lent):
+            self._unsaved.note(stream)
+
+    def note_attempts(self, piece: Piece, attempts: Iterable[tuple[int, int]]) -> None:
+        if self.progress[piece.stream].note_attempts(piece, attempts):
+            self._unsaved.note(piece.stream)
 
     def finished(self, stream: Stream) -> bool:
         end = self.seen.get(stream) if self.seen else None
@@ -138,19 +148,20 @@ class GroupStreams:
             found.setdefault((stream.log, stream.shard), []).append(stream)
         return sorted(stream for some in found.values() for stream in some[:GENERATIONS_MAX])
 
-    def sweep(self, lent: set[Stream]) -> None:
-        """Let go of streams that the log no longer has, and of the details of finished ones."""
+    def sweep(self, lent: set[Stream]) -> list[Stream]:
+        """Let go of streams that the log no longer has (these are returned), and of the details of finished ones."""
         if self.seen is None:
-            return
+            return []
         self._leave_behind(lent)
-        for stream in [stream for stream in self.progress if stream not in self.seen and stream not in lent]:
+        gone = [stream for stream in self.progress if stream not in self.seen and stream not in lent]
+        for stream in gone:
             del self.progress[stream]
-            self.dirty.pop(stream, None)
-            self.forget[stream] = None
+            self._unsaved.forget(stream)
         for stream, progress in self.progress.items():
             if (len(progress.cursors) > 1 or progress.layers) and stream not in lent and self.finished(stream):
                 progress.whole()
-                self.dirty[stream] = None
+                self._unsaved.note(stream)
+        return gone
 
     def _leave_behind(self, lent: set[Stream]) -> None:
         """Generations that only the lake holds, and that are finished, need no progress any more."""

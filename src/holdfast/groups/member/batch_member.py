@@ -351,7 +351,7 @@ class BatchMember:
         to = self._leader or self._registry
         self._move(BatchMemberStatus.LEAVING)
         self._trusted_until = inf
-        self._last_words_until = now + self.settings.disconnect_seconds
+        self._last_words_until = now + self.settings.last_words_seconds(carrying=bool(self.memories))
         self._ask_at = now + self.settings.disconnect_resend_seconds
         return [*effects, Send(to, self._disconnect())]
 

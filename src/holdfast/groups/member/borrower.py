@@ -444,7 +444,7 @@ class Borrower:
         effects = self._stop_all(abandon=True)
         effects += self.memories.abandon()
         self._trusted_until = self._report_at = self._unsubscribe_by = inf
-        self._last_words_until = now + self.settings.disconnect_seconds
+        self._last_words_until = now + self.settings.last_words_seconds(carrying=bool(self.memories))
         self._ping_at = now + self.settings.disconnect_resend_seconds
         effects.append(Send(self._leader or self._registry, self._disconnect()))
         return effects

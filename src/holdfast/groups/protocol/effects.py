@@ -1,9 +1,7 @@
 """Everything a machine of a group may ask of its host.
 
 A machine returns a list of effects; its host performs them **in order**. Effects of different machines may
-overlap. If one cannot be performed (a save that fails), the rest of that list is dropped and the machine is
-told: everything a machine sends is sent again until it is answered, so dropping is always safe, and
-performing out of order never is.
+overlap. A `Save` is always the last of its list: what rests on it is said once the host has answered `Saved`.
 """
 
 from __future__ import annotations
@@ -122,7 +120,10 @@ class Trimmed:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Durable before any later effect in the list, and refused (`Deposed`) unless the claim is still at `epoch`."""
+    """Answer `Saved` once it is durable, before any other event; `SaveFailed` if it is not, or nobody knows.
+
+    It is refused (`Deposed`) unless the claim is still at `epoch`. It is the last effect of its list.
+    """
 
     group: GroupId
     epoch: int
@@ -188,6 +189,8 @@ class StartLeader:
     group: GroupId
     epoch: int
     trusted_until: float
+    after_outage: bool = False
+    """The store was away a moment ago: members take longer than usual to find the leader."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,13 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """Host -> leader. The save is durable."""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Host -> leader. Nothing was saved, and what followed in that list was not performed."""
+    """Host -> leader. The save was not made, or nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,12 +294,21 @@ Request = Seek | SetPaused | DeleteGroup | Describe
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Operator -> registry -> leader. Do this once, however often you hear it; `request` names it."""
+    """Operator -> registry -> leader. Do this once, however often you hear it, and not after its time.
+
+    The operator's own node goes by `asked_at`, which is of its clock; others count from when they hear of it.
+    """
 
     request: str
     reply_to: Address
     group: GroupId
     what: Request
+    asked_at: float
+    good_for_seconds: float
+
+    def until(self, node: str, heard_at: float) -> float:
+        """When it is too late to begin, by the clock of the node that heard it."""
+        return (self.asked_at if node == self.reply_to.node else heard_at) + self.good_for_seconds
 
 
 @dataclass(frozen=True, slots=True)

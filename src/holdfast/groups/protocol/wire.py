@@ -29,6 +29,8 @@ class _AskFields:
     reply_to: Address
     group: GroupId
     what: msgspec.Raw
+    asked_at: float
+    good_for_seconds: float
 
 
 def encode(message: GroupMessage) -> bytes:
@@ -43,7 +45,7 @@ def decode(data: bytes) -> GroupMessage:
         if name == "Ask":
             ask = msgspec.json.decode(fields, type=_AskFields)
             what: Request = msgspec.json.decode(ask.what, type=_REQUESTS[kind])
-            return Ask(ask.request, ask.reply_to, ask.group, what)
+            return Ask(ask.request, ask.reply_to, ask.group, what, ask.asked_at, ask.good_for_seconds)
         message: GroupMessage = msgspec.json.decode(fields, type=_KINDS[name])
     except KeyError as error:
         raise RequestError(f"{error} is no message between members and leaders") from error
