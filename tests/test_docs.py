@@ -14,7 +14,7 @@ from typer.main import get_command
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-RUN_ELSEWHERE = {"make demo", "make test", "make check", "make bench", "make soak", "make setup"}
+RUN_ELSEWHERE = {"make demo", "make test", "make fast", "make check", "make bench", "make soak", "make setup"}
 """These run this very test, or run for long; `.ci/run` runs check and test, and test_demo the demo."""
 
 

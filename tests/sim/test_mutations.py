@@ -66,7 +66,7 @@ def a_borrower_trusts_its_leader_for_ever(patch: Patch) -> None:
 
 
 @mutation
-def a_lease_member_trusts_its_leader_for_ever(patch: Patch) -> None:
+def a_batch_member_trusts_its_leader_for_ever(patch: Patch) -> None:
     def change(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
         self._trusted_until = inf
@@ -111,7 +111,7 @@ def a_revoke_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
 
 
 @mutation
-def a_lease_exchange_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
+def an_exchange_of_leases_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
     def change(original: Any, self: Any, update: Any, now: float) -> Any:
         effects = original(self, update, now)
         for lent in self.taken.values():
