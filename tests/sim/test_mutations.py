@@ -32,6 +32,7 @@ from holdfast.sim import run_seed
 SEEDS_MAX = 400
 
 NOTICED_BY: dict[str, int] = {
+    "a_batch_member_trusts_its_leader_for_ever": 400,
     "a_borrower_trusts_its_leader_for_ever": 84,
     "an_ended_loan_starts_again": 76,
     "an_older_incarnation_is_taken_for_dead": 54,
