@@ -334,6 +334,7 @@ class Delivery:
         return {topic for topic in set(topics) if any(trie.match(topic) for trie in tries)}
 
     def _on_attached(self, outlet: Outlet) -> None:
+        outlet.attached = True
         outlet.own = OwnReader(outlet, self)
         session = outlet.session
         for text in session.subscriptions.filters:
@@ -342,6 +343,7 @@ class Delivery:
         self._consider(outlet.own)
 
     def _on_detached(self, outlet: Outlet, away: bool) -> None:
+        outlet.attached = False
         session = outlet.session
         for text in session.subscriptions.filters:
             self.live.remove(text, outlet)
@@ -537,6 +539,8 @@ class Delivery:
 
     def _serve(self, outlet: Outlet, now: float, effects: list[DeliveryEffect]) -> None:
         """Send what waits, if the socket takes it; read what is behind, if there is room for it."""
+        if not outlet.attached:
+            return  # its session may have another outlet by now
         outgoing, more = outlet.session.outgoing, False
         if outlet.retained and not outlet.blocked and outgoing.rows < RETAINED_ROWS:
             self._take_retained(outlet, now)

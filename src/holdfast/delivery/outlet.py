@@ -16,6 +16,7 @@ class Outlet:
 
     __slots__ = (
         "agent",
+        "attached",
         "blocked",
         "loan_news",
         "loans",
@@ -37,6 +38,8 @@ class Outlet:
         self.version = version
         self.window_max = window_max
         self.packet_max = packet_max
+        self.attached = False
+        """Its connection serves the session; before and after, nothing is sent here."""
         self.blocked = False
         """The socket's buffer is full."""
         self.waiting: dict[Reader, None] = {}

@@ -188,8 +188,14 @@ class GroupHost:
     def unsubscribe(self, connection: Connection, group: GroupId, filter_text: str) -> None:
         self.members.unsubscribe(connection, group, filter_text)
 
-    def leave(self, connection: Connection) -> None:
-        self.members.leave(connection)
+    def leave(self, connection: Connection, *, may_return: bool = False) -> None:
+        self.members.leave(connection, may_return=may_return)
+
+    def returned(self, connection: Connection, session: Session) -> None:
+        self.members.returned(connection, session)
+
+    def session_ended(self, session: Session) -> None:
+        self.members.session_ended(session)
 
     def report(self, outlet: Outlet) -> None:
         self.members.report(outlet)

@@ -166,8 +166,13 @@ class Memberships:
                 if member.group_of(loan) == group:
                     feed.subscription = subscription
 
-    def leave(self, connection: Connection) -> None:
-        """The connection is over: whatever it knows goes to the leaders, its loans go back."""
+    def leave(self, connection: Connection, *, may_return: bool = False) -> None:
+        """The connection is over: whatever it knows goes to the leaders, its loans go back.
+
+        MQTT 5 (4.8.2) wants a QoS 2 message that was sent, and not answered, to go to no other session while this one
+        lives. If it `may_return`, such messages wait for it as long as a member may take to give a stream back
+        (`groups.revoke_secs`); their loans wait with them, everything else goes back at once.
+        """
         member = self._by_connection.pop(connection, None)
         if member is None:
             return
@@ -175,10 +180,40 @@ class Memberships:
         for feed in list(member.feeds.values()):
             feed.stopped = True
             self._delivery.handle(LoanStopped(member.outlet, feed))
+            if may_return:
+                feed.wait_for_client(self._unanswered(member.session, feed))
         del self._by_outlet[member.outlet]
         member.closed = True
-        member.driver.give(ev.Closed())
+        if any(feed.stays for feed in member.feeds.values()):
+            for group in list(member.subscriptions):
+                member.driver.give(ev.QuitGroup(group))
+        else:
+            member.driver.give(ev.Closed())
         self.forget_finished()
+
+    @staticmethod
+    def _unanswered(session: Session, feed: LoanFeed) -> list[int]:
+        """QoS 2 messages of this loan that the client may have; those of QoS 1 are not its any more."""
+        found = []
+        for packet_id, delivery in session.in_flight():
+            if delivery.origin is feed and delivery.qos == 2:
+                found.append(delivery.offset)
+            elif delivery.origin is feed:
+                session.window.drop(packet_id)
+        return found
+
+    def returned(self, connection: Connection, session: Session) -> None:
+        """The client is back: what waited for it is sent again, and its answers are news for the agent that waits."""
+        if connection.outlet is not None:
+            for _, delivery in session.in_flight():
+                if isinstance(delivery.origin, LoanFeed):
+                    delivery.origin.news_to = connection.outlet.loan_news
+
+    def session_ended(self, session: Session) -> None:
+        """Nobody will come back for what waits."""
+        for member in list(self.members.values()):
+            if member.session is session and member.closed:
+                member.driver.give(ev.Closed())
 
     def forget_finished(self) -> None:
         """Members that have gone and whose last words have been heard."""
@@ -193,10 +228,15 @@ class Memberships:
         """Tell the agent what its client has acknowledged."""
         news = list(outlet.loan_news)
         outlet.loan_news.clear()
-        member = self._by_outlet.get(outlet)
-        if member is not None:
-            for feed in news:
+        here = self._by_outlet.get(outlet)
+        for feed in news:
+            # What waited for a client that is back was lent to its earlier connection.
+            member = here if here is not None and feed.loan in here.feeds else self._holder(feed)
+            if member is not None:
                 self._tell(member, feed)
+
+    def _holder(self, feed: LoanFeed) -> Membership | None:
+        return next((m for m in self.members.values() if m.feeds.get(feed.loan) is feed), None)
 
     def see_clock(self, outlet: Outlet) -> None:
         """A process that stood still must know the time before it sends what was lent to it."""

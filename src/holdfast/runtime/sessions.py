@@ -27,6 +27,7 @@ from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.positions import Gap, StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
+from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.window import RELEASED, Delivery
 from holdfast.settings import SessionSettings
@@ -44,7 +45,11 @@ class SharedGroups(Protocol):
         self, connection: Connection, session: Session, group: GroupId, subscription: Subscription
     ) -> None: ...
 
-    def leave(self, connection: Connection) -> None: ...
+    def leave(self, connection: Connection, *, may_return: bool = False) -> None: ...
+
+    def returned(self, connection: Connection, session: Session) -> None: ...
+
+    def session_ended(self, session: Session) -> None: ...
 
 
 class Sessions:
@@ -134,6 +139,7 @@ class Sessions:
         if not connection.machine.open or connection.outlet is None:
             return
         connection.handle(Say(again(connection.version, connection.outlet.packet_max)))
+        self._groups.returned(connection, session)
         self._delivery.attach(connection.outlet, connection)
         self._notices.emit(Resumed(client_id, present))
         if self._groups_enabled:
@@ -182,7 +188,7 @@ class Sessions:
             rows, at = None, 0
             if isinstance(delivery.origin, RetainedOrigin):
                 rows, at = delivery.origin.rows, delivery.offset
-            elif isinstance(delivery.origin, StreamOrigin):
+            elif isinstance(delivery.origin, StreamOrigin | LoanFeed):
                 rows = await loop.run_in_executor(None, self.read_one, delivery.origin.stream, delivery.offset)
                 if rows is None:
                     session.window.drop(packet_id)
@@ -215,7 +221,7 @@ class Sessions:
             return
         if expiry is not None:
             session.expiry_seconds = self.bounded_expiry(expiry)
-        self._groups.leave(connection)
+        self._groups.leave(connection, may_return=session.durable and not self.closing)
         connection.session = connection.outlet = None
         client_id = session.client_id
         if self.connections.get(client_id) is connection:
@@ -250,6 +256,7 @@ class Sessions:
         record = self.stored.pop(client_id, None)
         if session is not None:
             del self.known[client_id]
+            self._groups.session_ended(session)
         filters = [s.filter for s in record.subscriptions] if record else []
         filters += session.subscriptions.filters if session else []
         for filter_text in filters:

@@ -46,6 +46,8 @@ class RetainedOrigin:
 
     __slots__ = ("rows",)
 
+    stays = True
+
     def __init__(self, rows: Rows):
         self.rows = rows
 

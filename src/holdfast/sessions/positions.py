@@ -35,6 +35,8 @@ class StreamOrigin:
 
     __slots__ = ("_positions", "stream")
 
+    stays = True
+
     def __init__(self, positions: Positions, stream: Stream):
         self._positions, self.stream = positions, stream
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from holdfast.cursors.cursor import Cursor
 from holdfast.model import Stream
 from holdfast.mqtt.inbound import Inbound
-from holdfast.sessions.outgoing import Feed, Outgoing, RetainedOrigin
-from holdfast.sessions.positions import Gap, Positions, StreamOrigin
+from holdfast.sessions.outgoing import Feed, Outgoing
+from holdfast.sessions.positions import Gap, Positions
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.subscriptions import Subscription, SubscriptionTable
 from holdfast.sessions.window import Delivery, Window
@@ -124,8 +124,8 @@ class Session:
         streams = {*heads, *self.positions.behind}
         self.positions.detach({stream: self.position(stream, heads) for stream in streams}, heads, sealed)
         self.outgoing.clear()
-        # What was lent went back to its group: only the group delivers it again.
-        self.window.keep(lambda delivery: isinstance(delivery.origin, StreamOrigin | RetainedOrigin))
+        # What was lent goes back to its group, but for what MQTT wants to stay with this session.
+        self.window.keep(lambda delivery: delivery.origin.stays)
 
     def attach(self, heads: Mapping[Stream, int], now: float) -> list[Gap]:
         """The client is back; what it can no longer be given."""

@@ -6,7 +6,7 @@ passed over; what is acknowledged or passed over is news, gathered here until th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.cursors.cursor import Range
 from holdfast.groups.progress import Done
@@ -32,6 +32,7 @@ class LoanFeed:
         "next_offset",
         "parked",
         "sent",
+        "stays",
         "stopped",
         "stream",
         "subscription",
@@ -53,6 +54,8 @@ class LoanFeed:
         """Never to be delivered: these are on their way to the dead letters, and news only when they are there."""
         self.sent: list[int] = []
         """Offsets sent since the agent was last told, where that is counted."""
+        self.stays = False
+        """Its QoS 2 deliveries wait for the client to come back."""
         self.too_large: list[int] = []
         """Offsets that the client cannot be sent, since somebody last looked."""
         self.news_to: dict[LoanFeed, None] = {}
@@ -110,6 +113,11 @@ class LoanFeed:
         if self.counts:
             self.sent.append(offset)
             self.news_to[self] = None
+
+    def wait_for_client(self, offsets: Iterable[int]) -> None:
+        """The client has gone: these wait for it, whatever else was in flight goes back to the group."""
+        self.in_flight = set(offsets)
+        self.stays = bool(self.in_flight)
 
     def settle(self, delivery: Delivery, reason: int) -> None:
         self.settle_offset(delivery.offset)

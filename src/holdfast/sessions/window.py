@@ -23,6 +23,11 @@ PACKET_ID_MAX = 65_535
 class Origin(Protocol):
     """Where a delivery comes from, and who keeps its progress."""
 
+    @property
+    def stays(self) -> bool:
+        """If the client goes, its deliveries stay with the session, and are sent again when it is back."""
+        ...
+
     def settle(self, delivery: Delivery, reason: int) -> None:
         """The client is done with it: it has it (reason below 0x80), or it refuses it."""
         ...
@@ -43,6 +48,8 @@ class Delivery(NamedTuple):
 
 class Nobody:
     """The origin of deliveries that are nobody's any more; their packet ids stay taken until the client answers."""
+
+    stays = False
 
     def settle(self, delivery: Delivery, reason: int) -> None: ...
 
