@@ -28,7 +28,7 @@ from holdfast.spark.group import GroupStreamReader
 from holdfast.spark.lent import Portion, planned, undone
 from holdfast.spark.options import ReadOptions
 from holdfast.spark.schema import SCHEMA
-from holdfast.spark.schema import Piece as Rows
+from holdfast.spark.schema import RowPiece as Rows
 from node import Node
 
 if TYPE_CHECKING:
