@@ -19,7 +19,8 @@ from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox
 from holdfast.mqtt.reasons import Reason
-from holdfast.sessions.window import Pubrec
+from holdfast.runtime.notices import Acked
+from holdfast.sessions.window import RELEASED, Pubrec
 
 if TYPE_CHECKING:
     from holdfast.auth.identity import Identity
@@ -234,6 +235,7 @@ class Connection(asyncio.Protocol):
     def _acked(self, effect: mc.Acked) -> None:
         if self.session is None:
             return
+        self._notice(effect.packet_ids, 0)
         wrong = self.session.window.puback(effect.packet_ids)
         self._settled(None if wrong is None else f"PUBACK for packet {wrong}, which is not QoS 1")
 
@@ -241,6 +243,8 @@ class Connection(asyncio.Protocol):
         if self.session is None:
             return
         window, packet, wrong = self.session.window, effect.packet, None
+        if not isinstance(packet, p.Pubcomp):
+            self._notice([packet.packet_id], packet.reason)
         match packet:
             case p.Puback(packet_id, reason):
                 if window.puback((packet_id,), reason) is not None:
@@ -255,6 +259,15 @@ class Connection(asyncio.Protocol):
                 if not window.pubcomp(packet_id):
                     wrong = f"PUBCOMP for packet {packet_id} out of turn"
         self._settled(wrong)
+
+    def _notice(self, packet_ids: list[int], reason: int) -> None:
+        notices, session = self._front.notices, self.session
+        if session is None or not notices.wanted(Acked):
+            return
+        for packet_id in packet_ids:
+            delivery = session.window.get(packet_id)
+            if delivery is not None and delivery.qos != RELEASED:
+                notices.emit(Acked(session.client_id, delivery.origin, delivery.offset, reason))
 
     def _settled(self, wrong: str | None) -> None:
         if wrong is not None:

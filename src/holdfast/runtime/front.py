@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from holdfast.runtime.delivery import DeliveryHost
     from holdfast.runtime.ingest import Ingest
     from holdfast.runtime.metrics import Metrics
+    from holdfast.runtime.notices import Notices
     from holdfast.runtime.sessions import Sessions
     from holdfast.runtime.subscribing import Subscribing
     from holdfast.settings import AuthSettings, Settings
@@ -49,12 +50,13 @@ class Front:
         sessions: Sessions,
         subscribing: Subscribing,
         metrics: Metrics,
+        notices: Notices,
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
     ):
         self.settings, self.auth = settings, auth
         self.ingest, self.delivery, self._control = ingest, delivery, control
         self._sessions, self.subscribing = sessions, subscribing
-        self.metrics, self.spawn = metrics, spawn
+        self.metrics, self.notices, self.spawn = metrics, notices, spawn
         self.connection_settings = ConnectionSettings(
             connect_seconds=settings.limits.connect_secs,
             packet_bytes_max=settings.limits.packet_bytes_max,

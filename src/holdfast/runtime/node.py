@@ -137,6 +137,7 @@ class Node:
             self.sessions,
             subscribing,
             self.metrics,
+            self.notices,
             self.spawn,
         )
         self.delivery.on_streams_changed = self.groups.streams_changed

@@ -1,7 +1,7 @@
 """What happens to sessions, said within the node: whoever wants to know subscribes, and sessions know nobody.
 
     cancel = notices.subscribe(Acked, self._on_acked)
-    notices.emit(Acked("truck-7", stream, 12, reason=0))
+    notices.emit(Acked("truck-7", origin, 12, reason=0))
 
 Listeners are called at once, in the order in which they subscribed, on the loop's thread. A listener that raises is
 logged; the others hear of it all the same, and whoever emitted the notice is not disturbed.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from holdfast.model import Stream
+from holdfast.sessions.window import Origin
 
 logger = logging.getLogger("holdfast.node")
 
@@ -38,10 +38,10 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """The client has answered a delivery; 0x80 and above: it refuses the message."""
+    """The client has answered a delivery; 0x80 and above: it refuses the message. Its origin has been told as well."""
 
     client_id: str
-    stream: Stream
+    origin: Origin
     offset: int
     reason: int
 
