@@ -14,7 +14,7 @@ knows a message's publisher, so the leader never merges slices; it hands the lay
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from zlib import crc32
 
 from holdfast.cursors import Cursor
@@ -68,12 +68,14 @@ class Done:
 class StreamProgress:
     """Cursors of one stream, one per slice; changed by its leader only."""
 
-    __slots__ = ("attempts", "course", "cursors", "layers", "stream")
+    __slots__ = ("attempts", "course", "cursors", "layers", "parts", "stream")
 
     def __init__(self, stream: Stream, course: str, cursors: list[Cursor], layers: tuple[Layer, ...] = ()):
         self.stream, self.course, self.cursors, self.layers = stream, course, cursors, layers
         self.attempts: dict[int, int] = {}
         """Deliveries without acknowledgement so far, where the group counts them."""
+        self.parts = 1
+        """Over how many values it is stored, at most: see `split`."""
 
     @classmethod
     def starting(cls, stream: Stream, course: str, offset: int) -> StreamProgress:
@@ -161,7 +163,72 @@ class StreamProgress:
     def copy(self) -> StreamProgress:
         twin = StreamProgress(self.stream, self.course, [cursor.copy() for cursor in self.cursors], self.layers)
         twin.attempts = dict(self.attempts)
+        twin.parts = self.parts
         return twin
+
+    @property
+    def ranges(self) -> int:
+        """How large it is: acknowledged ranges and counted attempts."""
+        layers = sum(1 + len(mark.acked) for layer in self.layers for _, mark in layer.marks)
+        return sum(len(cursor.acked) for cursor in self.cursors) + layers + len(self.attempts)
+
+    def parts_wanted(self, ranges_max: int) -> int:
+        """Over how many values it is to be stored."""
+        ranges = self.ranges
+        if ranges <= ranges_max:
+            return 1
+        attempts = len(self.attempts)
+        return -(-(ranges - attempts) // ranges_max) + -(-attempts // ranges_max)
+
+    def split(self, ranges_max: int) -> list[StreamProgress]:
+        """The same as a union of some that have at most so many ranges each; the first has the cursors' offsets.
+
+        Each is a fact by itself, so it does not matter whether all of them are stored at one moment.
+        """
+        if self.parts_wanted(ranges_max) == 1:
+            return [self]
+        ranges = list(self._ranges())
+        attempts = sorted(self.attempts.items())
+        parts = [self._part(ranges[at : at + ranges_max]) for at in range(0, len(ranges), ranges_max)]
+        for at in range(0, len(attempts), ranges_max):
+            part = self._part([])
+            part.attempts = dict(attempts[at : at + ranges_max])
+            parts.append(part)
+        for own, cursor in zip(self.cursors, parts[0].cursors, strict=True):
+            merged(cursor, Mark(own.offset))
+        return parts
+
+    def _ranges(self) -> Iterator[tuple[Piece, Mark]]:
+        """Everything above the cursors' offsets, range by range."""
+        for piece in self.pieces():
+            yield from ((piece, Mark(-1, (acked,))) for acked in self.cursors[piece.part].acked)
+        for layer in self.layers:
+            for index, mark in layer.marks:
+                piece = Piece(self.stream, index, layer.of)
+                yield piece, Mark(mark.offset)
+                yield from ((piece, Mark(-1, (acked,))) for acked in mark.acked)
+
+    def _part(self, ranges: Iterable[tuple[Piece, Mark]]) -> StreamProgress:
+        cursors: dict[Piece, Cursor] = {piece: Cursor() for piece in self.pieces()}
+        for piece, mark in ranges:
+            merged(cursors.setdefault(piece, Cursor()), mark)
+        layers: dict[int, list[tuple[int, Mark]]] = {}
+        for piece, cursor in cursors.items():
+            if piece.of != self.of:
+                layers.setdefault(piece.of, []).append((piece.part, Mark.of_cursor(cursor)))
+        found = tuple(Layer(of, tuple(sorted(marks))) for of, marks in layers.items())
+        return StreamProgress(self.stream, self.course, [cursors[piece] for piece in self.pieces()], found)
+
+    def add(self, part: StreamProgress) -> None:
+        """One of those that `split` made; of another course it is a leftover."""
+        if part.course != self.course:
+            return
+        for piece in part.pieces():
+            self.merge(piece, part.mark(piece))
+        for layer in part.layers:
+            for index, mark in layer.marks:
+                self.merge(Piece(self.stream, index, layer.of), mark)
+        self.note_attempts(part.attempts.items())
 
     def to_json(self, now_seconds: float, epoch: int) -> bytes:
         """The stored form: a cursor as everyone reads it (its offset is what *all* slices have done), and more."""
@@ -178,6 +245,8 @@ class StreamProgress:
             value["layers"] = [
                 [layer.of, [[index, mark.offset, mark.acked] for index, mark in layer.marks]] for layer in self.layers
             ]
+        if self.parts > 1:
+            value["parts"] = self.parts
         if self.attempts:
             value["attempts"] = sorted(self.attempts.items())
         return json.dumps(value).encode()
@@ -196,6 +265,7 @@ class StreamProgress:
             )
             found = cls(stream, str(value.get("course", "")), cursors, layers)
             found.attempts = dict(value.get("attempts", []))
+            found.parts = int(value.get("parts", 1))
         except (TypeError, ValueError) as error:
             raise RequestError(f"progress of {stream} is damaged: {error}") from error
         for cursor in found.cursors:

@@ -22,7 +22,7 @@ from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId, Loan
-from holdfast.groups.record import GroupRecord, claim_key, loaded, progress_key, record_key, stored
+from holdfast.groups.record import GroupRecord, claim_key, in_batches, load_progress, record_key, stored
 from holdfast.groups.settings import ElectionSettings, LeaderSettings, MemberSettings
 from holdfast.machine import Address, Send
 from holdfast.metadata import Delete, Lease, LeaseEnded, Put, VersionMismatch
@@ -157,8 +157,8 @@ class GroupHost:
                 member = self.members.get(to.name)
                 if member is not None:
                     member.driver.on(message)
-                elif (group := self._group_of(message)) is not None:
-                    for send in farewell(message, group, self.node_id):
+                else:
+                    for send in farewell(message, None, self.node_id):
                         self.send(send.to, send.message)
             case "batch":
                 self.batch_members.deliver(to.name, message)
@@ -168,9 +168,6 @@ class GroupHost:
                     waiting.set_result(message)
             case _:
                 logger.debug("nobody is at %s", to)
-
-    def _group_of(self, message: Any) -> GroupId | None:
-        return getattr(message, "group", None)
 
     # -- what the registry and the leaders ask for --------------------------------------------------------
 
@@ -257,7 +254,7 @@ class GroupHost:
             self.leader_settings,
             start.trusted_until,
             time.monotonic(),
-            after_outage=start.after_outage,
+            in_doubt=start.in_doubt,
         )
 
         def broken() -> None:
@@ -296,12 +293,10 @@ class GroupHost:
     def _save(self, save: fx.Save) -> Any:
         """Fenced by the claim's version."""
         puts, deletes = stored(save, time.time())
-        changes: list[Put | Delete] = [Put(key, value) for key, value in puts.items()]
-        changes += [Delete(key) for key in deletes]
-        step = self.metadata.batch_max or len(changes) or 1
         try:
-            for at in range(0, len(changes), step):
-                self.metadata.transact(changes[at : at + step], {claim_key(save.group): save.epoch})
+            for batch in in_batches(puts, deletes, self.metadata.batch_max):
+                changes = [Delete(key) if value is None else Put(key, value) for key, value in batch]
+                self.metadata.transact(changes, {claim_key(save.group): save.epoch})
         except VersionMismatch:
             return ev.Deposed()
         except HoldfastError as error:
@@ -317,17 +312,23 @@ class GroupHost:
             record = GroupRecord.from_json(entry.value)
             found = []
             for head in self.log.heads(record.log):
-                stored_progress = self.metadata.get(progress_key(group, head.stream))
-                if stored_progress is not None:
-                    found.append(loaded(group, head.stream, stored_progress.value))
+                progress = load_progress(group, head.stream, self._value)
+                if progress is not None:
+                    found.append(progress)
         except HoldfastError as error:
             logger.warning("group %s could not be loaded: %s", group, error)
             return ev.LoadFailed()
         return ev.Loaded(record, tuple(found))
 
+    def _value(self, key: str) -> bytes | None:
+        entry = self.metadata.get(key)
+        return entry.value if entry else None
+
     def _streams_seen(self) -> ev.StreamsSeen:
         heads = self.log.heads(LOG)
-        return ev.StreamsSeen(tuple(ev.StreamInfo(h.stream, h.next_offset if h.sealed else None) for h in heads))
+        return ev.StreamsSeen(
+            tuple(ev.StreamInfo(h.stream, h.next_offset if h.sealed else None, h.next_offset) for h in heads)
+        )
 
     def streams_changed(self) -> None:
         """A generation was sealed, opened or dropped."""

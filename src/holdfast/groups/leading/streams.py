@@ -29,6 +29,8 @@ class GroupStreams:
         self._unsaved = unsaved
         self.seen: dict[Stream, int | None] | None = None
         """Streams of the log, each with its end if it is sealed; None: nobody has looked yet."""
+        self.heads: dict[Stream, int] = {}
+        """How far each went when somebody last looked."""
         self.progress: dict[Stream, StreamProgress] = {}
         self.news = False
         """Something happened that may change what is open."""
@@ -41,18 +43,20 @@ class GroupStreams:
             if progress.course == record.course:
                 self.progress[progress.stream] = progress
             else:
-                self._unsaved.forget(progress.stream)
+                self._unsaved.forget(progress)
 
     def see(self, infos: Iterable[StreamInfo]) -> None:
-        self.seen = dict(infos)
+        self.seen, self.heads = {}, {}
+        for stream, end, next_offset in infos:
+            self.seen[stream], self.heads[stream] = end, next_offset
         for stream in self.seen:
             if stream not in self.progress:
                 self._start(stream)
         self.news = True
 
     def _start(self, stream: Stream) -> StreamProgress:
-        self._unsaved.keep(stream)
         begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0))
+        begun.parts = self._unsaved.keep(stream)
         self.progress[stream] = begun
         return begun
 
@@ -60,8 +64,8 @@ class GroupStreams:
         """After a seek: the record says where."""
         self._course, self._starts = record.course, record.starts
         self._unsaved.start_over()
-        for stream in [stream for stream in self.progress if stream not in (self.seen or {})]:
-            self._unsaved.forget(stream)
+        for progress in self.progress.values():
+            self._unsaved.forget(progress)
         self.progress.clear()
         for stream in self.seen or {}:
             self._start(stream)
@@ -83,6 +87,8 @@ class GroupStreams:
         """Cut it anew; only while nothing of it is lent."""
         self.progress[stream].cut(of)
         self._unsaved.note(stream)
+        if self.finished(stream):
+            self.news = True  # what an earlier slicing had done turns out to be all of it
 
     def note_attempts(self, stream: Stream, attempts: Iterable[tuple[int, int]]) -> None:
         self.progress[stream].note_attempts(attempts)
@@ -126,8 +132,7 @@ class GroupStreams:
             return []
         gone = [stream for stream in self.progress if stream not in self.seen and stream not in lent]
         for stream in gone:
-            del self.progress[stream]
-            self._unsaved.forget(stream)
+            self._unsaved.forget(self.progress.pop(stream))
         for stream, progress in self.progress.items():
             if (progress.of > 1 or progress.layers) and stream not in lent and self.finished(stream):
                 progress.cursors, progress.layers = [Cursor(progress.floor - 1)], ()

@@ -70,6 +70,8 @@ class StreamInfo(NamedTuple):
 
     stream: Stream
     end: int | None = None
+    next_offset: int = 0
+    """How far it went when the host looked."""
 
 
 @dataclass(frozen=True, slots=True)
