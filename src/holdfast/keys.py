@@ -48,6 +48,12 @@ def progress_key(group: tuple[str, str], stream: Stream) -> str:
     return _cursor_key(stream, f"group:{_plain(name, _NO_COLON)}:{_plain(filter_text, _NO_SPACE)}")
 
 
+def progress_part_key(group: tuple[str, str], stream: Stream, part: int) -> str:
+    """Where the parts of a progress are that is too large for one value; part 0 is where everyone looks."""
+    key = progress_key(group, stream)
+    return f"{key}/{part}" if part else key
+
+
 def named_cursor_key(stream: Stream, name: str) -> str:
     """How far a subscription that has no client, only a name, has come in a stream."""
     return _cursor_key(stream, _plain(name, _NO_COLON))

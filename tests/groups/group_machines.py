@@ -86,7 +86,8 @@ def leader(
     machine = StoredLeader(GROUP, 7, "n1", LeaderSettings(**settings), 1e9, 0.0)
     machine.handle(TICK, 0.0)
     machine.handle(Loaded(record or GroupRecord(group=GROUP, born=BORN)), 0.0)
-    machine.handle(StreamsSeen(tuple(infos or [StreamInfo(stream(shard)) for shard in range(shards)])), 0.0)
+    seen = infos or [StreamInfo(stream(shard), None, 1000) for shard in range(shards)]
+    machine.handle(StreamsSeen(tuple(seen)), 0.0)
     tick(machine, 0.1)
     return machine
 

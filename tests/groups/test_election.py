@@ -47,7 +47,7 @@ def test_the_first_question_makes_it_claim_the_group() -> None:
     assert machine.handle(wanted(B, 0.0), 0.0) == []
     assert machine.handle(LeaseOpened(3, 0.0), 0.1) == [Claim(GROUP, 3)]
     effects = machine.handle(Claimed(GROUP, 3, 5), 0.2)
-    assert effects[0] == StartLeader(GROUP, 5, trusted_until=4.5), "counted from when the lease was asked for"
+    assert effects[0] == StartLeader(GROUP, 5, 4.5, in_doubt=True), "counted from when the lease was asked for"
     assert {m.member for m in sent(effects, LeaderWanted)} == {A, B}
     assert machine.handle(wanted(A, 1.0), 1.0) == [Send(HERE, wanted(A, 1.0))]
 

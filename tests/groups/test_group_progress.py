@@ -84,7 +84,10 @@ def test_nothing_is_skipped_and_nothing_done_comes_again(key: Key, history) -> N
                 # A report comes again, whatever the stream has been cut into meanwhile.
                 progress.merge(*said[which % len(said)])
             case ("reload",):
-                progress = StreamProgress.from_json(S, progress.to_json(0.0, 1))
+                first, *others = progress.split(1 + len(said) % 3)
+                progress = StreamProgress.from_json(S, first.to_json(0.0, 1))
+                for part in others:
+                    progress.add(StreamProgress.from_json(S, part.to_json(0.0, 1)))
         assert wanted(progress) == set(range(len(MESSAGES))) - done
         assert progress.floor >= floor
 

@@ -30,7 +30,7 @@ def streams(*infos: StreamInfo, **given: object) -> GroupStreams:
 
 
 def test_a_stream_that_only_the_lake_has_is_lent_like_any_other():
-    made = streams(StreamInfo(s(1), 5, True), StreamInfo(s(2)))
+    made = streams(StreamInfo(s(1), 5, 5, True), StreamInfo(s(2)))
     assert made.open_streams("strict", "publisher") == [s(1)]
     made.merge(Piece(s(1)), "b.0", Mark(4))
     assert made.open_streams("strict", "publisher") == [s(2)]
@@ -39,7 +39,7 @@ def test_a_stream_that_only_the_lake_has_is_lent_like_any_other():
 def test_a_stream_that_moves_to_the_lake_keeps_its_progress_and_nothing_is_lost():
     made = streams(StreamInfo(s(1), 5), StreamInfo(s(2)))
     made.merge(Piece(s(1)), "b.0", Mark(2))
-    assert made.see([StreamInfo(s(1), 5, True), StreamInfo(s(2))]) == ()
+    assert made.see([StreamInfo(s(1), 5, 5, True), StreamInfo(s(2))]) == ()
     made.sweep(set())
     assert made.progress[s(1)].floor == 3 and s(1) in (made.seen or {})
 
@@ -54,7 +54,7 @@ def test_what_was_not_read_of_a_dropped_stream_is_named_once():
 
 
 def test_a_finished_generation_in_the_lake_is_left_behind_and_its_progress_forgotten():
-    made = streams(StreamInfo(s(1), 5, True), StreamInfo(s(2), 3, True), StreamInfo(s(3)))
+    made = streams(StreamInfo(s(1), 5, 5, True), StreamInfo(s(2), 3, 3, True), StreamInfo(s(3)))
     made.merge(Piece(s(1)), "b.0", Mark(4))
     made.sweep(set())
     assert made.from_generation == 2 and s(1) in made._unsaved._forget and s(1) not in made.progress
@@ -63,7 +63,7 @@ def test_a_finished_generation_in_the_lake_is_left_behind_and_its_progress_forgo
     assert made.from_generation == 2, "while it is lent, more may be said about it"
     made.sweep(set())
     assert made.from_generation == 3
-    assert made.see([StreamInfo(s(1), 5, True), StreamInfo(s(2), 3, True), StreamInfo(s(3))]) == ()
+    assert made.see([StreamInfo(s(1), 5, 5, True), StreamInfo(s(2), 3, 3, True), StreamInfo(s(3))]) == ()
     assert set(made.seen or {}) == {s(3)}
 
 
@@ -75,12 +75,12 @@ def test_a_finished_generation_in_the_store_is_kept():
 
 
 def test_a_group_that_began_later_has_nothing_to_do_with_the_lake():
-    made = streams(StreamInfo(s(1), 5, True), StreamInfo(s(2)), from_generation=2)
+    made = streams(StreamInfo(s(1), 5, 5, True), StreamInfo(s(2)), from_generation=2)
     assert set(made.seen or {}) == {s(2)}
 
 
 def test_a_seek_back_finds_what_was_left_behind():
-    made = streams(StreamInfo(s(1), 5, True), StreamInfo(s(2)), from_generation=2)
+    made = streams(StreamInfo(s(1), 5, 5, True), StreamInfo(s(2)), from_generation=2)
     made.start_over(GroupRecord(group=G, born="b", from_generation=2).turned({}))
     assert set(made.seen or {}) == {s(1), s(2)} and made.progress[s(1)].floor == 0
 

@@ -608,3 +608,95 @@ def test_a_stream_that_is_dropped_leaves_no_story() -> None:
     [revoke] = sent(tick(machine, 1.3), Revoke)
     give_back(machine, revoke, 1.4)
     assert machine.story(lent.piece.stream) == ()
+
+
+# ------------------------------------------------------------------------------------ batch members
+
+
+def leased(machine: StoredLeader, member: MemberId, now: float) -> LeaseStreams:
+    """Let a batch member in and have it answer."""
+    effects = [*machine.handle(find(member, now), now), *tick(machine, now + 0.05)]
+    [lease] = sent(effects, LeaseStreams)
+    states = tuple(Report(each.piece, lease.version, Mark()) for each in lease.streams)
+    home = Address("n2", "batch", "x")
+    machine.handle(UpdateStreamStates(member, home, 7, lease.version, states, now + 0.05), now + 0.05)
+    return lease
+
+
+def test_a_batch_member_that_restarts_under_the_same_name_is_let_in_once_the_old_ones_time_is_over() -> None:
+    machine = leader(2)
+    assert len(leased(machine, A, 1.0).streams) == 2
+    again: list[LeaseStreams] = []
+    now = 1.5
+    while not again and now < 20.0:
+        again = sent([*machine.handle(find(A, now), now), *tick(machine, now)], LeaseStreams)
+        now += 0.3
+    assert len(again[0].streams) == 2
+    assert now < 5.5, "nothing it asks keeps the old one's streams from it"
+
+
+def test_one_client_has_one_seat_whatever_it_calls_itself() -> None:
+    machine = leader(4)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    for number in range(1, 200):
+        machine.handle(find(MemberId("greedy", 1, number), 1.2), 1.2)
+        machine.handle(find(MemberId("greedy", number), 1.2), 1.2)
+    assert len([seat for seat in machine.seats.values() if seat.member.session == "greedy"]) == 1
+    assert len(sent(tick(machine, 1.3), Revoke)) == 2, "the honest one keeps its half"
+    # Once it holds something, a later one may wait for it; a third has to wait.
+    machine = leader(4)
+    for number in range(1, 200):
+        now = 1.0 + number / 1000
+        machine.handle(find(MemberId("greedy", number), now), now)
+        tick(machine, now + 0.05)
+    assert len(machine.seats) <= 3
+
+
+def test_a_batch_member_cannot_acknowledge_what_does_not_exist() -> None:
+    machine = leader(infos=[StreamInfo(stream(0), None, 10)])
+    lease = leased(machine, A, 1.0)
+    batch = Address("n2", "batch", "x")
+    far = UpdateStreamStates(A, batch, 7, lease.version, (Report(piece(0), lease.version, Mark(1 << 60)),), 1.2)
+    looks = machine.handle(far, 1.2)
+    assert kinds(looks) == ["WatchStreams"], "the log may have grown: see first"
+    for _ in range(3):
+        looks = machine.handle(StreamsSeen((StreamInfo(stream(0), None, 12),)), 1.3)
+    assert sent(looks, RenewStreamLease)
+    assert machine.group_streams.progress[stream(0)].floor == 12
+
+
+def test_what_a_batch_member_did_in_a_stream_that_has_grown_is_believed_at_the_next_look() -> None:
+    machine = leader(infos=[StreamInfo(stream(0), None, 10)])
+    lease = leased(machine, A, 1.0)
+    batch = Address("n2", "batch", "x")
+    machine.handle(
+        UpdateStreamStates(A, batch, 7, lease.version, (Report(piece(0), lease.version, Mark(14)),), 1.2), 1.2
+    )
+    machine.handle(StreamsSeen((StreamInfo(stream(0), None, 10),)), 1.3)
+    assert machine.group_streams.progress[stream(0)].floor == 0, "that look was older than what it said"
+    machine.handle(StreamsSeen((StreamInfo(stream(0), None, 15),)), 1.4)
+    assert machine.group_streams.progress[stream(0)].floor == 15
+
+
+def test_a_batch_member_cannot_carry_what_it_was_never_leased() -> None:
+    machine = leader(2)
+    accept(machine, join(machine, B, 0.5), 0.6)
+    carried = (Carried(piece(0), COURSE, Mark(500)), Carried(piece(1), COURSE, Mark(500)))
+    machine.handle(find(A, 1.0, carried=carried), 1.0)
+    assert all(progress.floor == 0 for progress in machine.group_streams.progress.values())
+    effects = tick(machine, 1.1)
+    [lease] = sent(effects, LeaseStreams)
+    machine.handle(UpdateStreamStates(A, Address("n2", "batch", "x"), 7, lease.version, (), 1.1), 1.1)
+    for revoke in sent(effects, Revoke):
+        give_back(machine, revoke, 1.2)
+    [(client, pieces)] = machine.record.leased.items()
+    assert client == "a"
+    [its] = pieces
+    # Also to the next leader, which was not there when it was leased.
+    follower = StoredLeader(GROUP, 8, "n1", LeaderSettings(), 1e9, 2.0)
+    follower.handle(TICK, 2.0)
+    follower.handle(Loaded(GroupRecord.from_json(machine.record.to_json(0.0))), 2.0)
+    follower.handle(StreamsSeen(tuple(StreamInfo(stream(n), None, 1000) for n in (0, 1))), 2.0)
+    follower.handle(find(A._replace(life=2), 2.1, carried=carried), 2.1)
+    floors = {p.stream: p.floor for p in follower.group_streams.progress.values()}
+    assert floors == {stream(0): 0, stream(1): 0} | {its.stream: 501}

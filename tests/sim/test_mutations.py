@@ -178,7 +178,7 @@ def a_leader_goes_on_where_it_was_after_an_outage(patch: Patch) -> None:
 
 @mutation
 def a_leader_does_not_wait_longer_after_an_outage(patch: Patch) -> None:
-    patch.setattr(Election, "after_outage", lambda self, now: False)
+    patch.setattr(Election, "in_doubt", lambda self, now: False)
 
 
 @mutation
@@ -207,6 +207,16 @@ def a_leader_says_that_nothing_is_lent_before_all_is_saved(patch: Patch) -> None
         return original(self, now)
 
     wrap(patch, Leader, "_go", change)
+
+
+@mutation
+def only_the_first_value_of_a_progress_is_read(patch: Patch) -> None:
+    patch.setattr(StreamProgress, "add", lambda self, part: None)
+
+
+@mutation
+def what_is_stored_beside_the_first_value_is_never_deleted(patch: Patch) -> None:
+    wrap(patch, Unsaved, "_forgetting", lambda original, save, streams: replace(original(save, streams), parts=()))
 
 
 @mutation

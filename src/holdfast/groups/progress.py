@@ -20,7 +20,7 @@ knows a message's publisher and topic, so the leader never merges slices; it han
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from math import gcd
@@ -170,7 +170,7 @@ class Done:
 class StreamProgress:
     """Cursors of one stream, one per slice, which together are the whole of it; changed by its leader only."""
 
-    __slots__ = ("attempts", "course", "cursors", "key", "layers", "stream")
+    __slots__ = ("attempts", "course", "cursors", "key", "layers", "parts", "stream")
 
     def __init__(
         self,
@@ -184,6 +184,8 @@ class StreamProgress:
         self.cursors = dict(cursors)
         self.attempts: dict[Piece, dict[int, int]] = {}
         """Of each slice, deliveries without acknowledgement so far, where the group counts them."""
+        self.parts = 1
+        """Over how many values it is stored, at most: see `split`."""
 
     @classmethod
     def starting(cls, stream: Stream, course: str, offset: int, key: Key = "publisher") -> StreamProgress:
@@ -320,7 +322,80 @@ class StreamProgress:
         cursors = {piece: cursor.copy() for piece, cursor in self.cursors.items()}
         twin = StreamProgress(self.stream, self.course, cursors, self.layers, self.key)
         twin.attempts = {piece: dict(counts) for piece, counts in self.attempts.items()}
+        twin.parts = self.parts
         return twin
+
+    @property
+    def ranges(self) -> int:
+        """How large it is: acknowledged ranges and counted attempts."""
+        layers = sum(1 + len(mark.acked) for layer in self.layers for _, mark in layer.marks)
+        return sum(len(cursor.acked) for cursor in self.cursors.values()) + layers + self._attempted
+
+    @property
+    def _attempted(self) -> int:
+        return sum(map(len, self.attempts.values()))
+
+    def parts_wanted(self, ranges_max: int) -> int:
+        """Over how many values it is to be stored."""
+        ranges = self.ranges
+        if ranges <= ranges_max:
+            return 1
+        attempts = self._attempted
+        return -(-(ranges - attempts) // ranges_max) + -(-attempts // ranges_max)
+
+    def split(self, ranges_max: int) -> list[StreamProgress]:
+        """The same as a union of some that have at most so many ranges each; the first has the cursors' offsets.
+
+        Each is a fact by itself, so it does not matter whether all of them are stored at one moment.
+        """
+        if self.parts_wanted(ranges_max) == 1:
+            return [self]
+        ranges = list(self._ranges())
+        attempts = [(piece, offset) for piece, counts in sorted(self.attempts.items()) for offset in sorted(counts)]
+        parts = [self._part(ranges[at : at + ranges_max]) for at in range(0, len(ranges), ranges_max)]
+        for at in range(0, len(attempts), ranges_max):
+            part = self._part([])
+            for piece, offset in attempts[at : at + ranges_max]:
+                part.attempts.setdefault(piece, {})[offset] = self.attempts[piece][offset]
+            parts.append(part)
+        for piece, own in self.cursors.items():
+            merged(parts[0].cursors[piece], Mark(own.offset))
+        return parts
+
+    def _ranges(self) -> Iterator[tuple[Piece, Mark]]:
+        """Everything above the cursors' offsets, range by range."""
+        for piece, cursor in self.cursors.items():
+            yield from ((piece, Mark(-1, (acked,))) for acked in cursor.acked)
+        for layer in self.layers:
+            for index, mark in layer.marks:
+                piece = Piece(self.stream, index, layer.of)
+                yield piece, Mark(mark.offset)
+                yield from ((piece, Mark(-1, (acked,))) for acked in mark.acked)
+
+    def _part(self, ranges: Iterable[tuple[Piece, Mark]]) -> StreamProgress:
+        cursors: dict[Piece, Cursor] = {piece: Cursor() for piece in self.cursors}
+        for piece, mark in ranges:
+            merged(cursors.setdefault(piece, Cursor()), mark)
+        layers: dict[int, list[tuple[int, Mark]]] = {}
+        for piece, cursor in cursors.items():
+            if piece not in self.cursors:
+                layers.setdefault(piece.of, []).append((piece.part, Mark.of_cursor(cursor)))
+        found = tuple(Layer(of, tuple(sorted(marks))) for of, marks in layers.items())
+        own = {piece: cursors[piece] for piece in self.cursors}
+        return StreamProgress(self.stream, self.course, own, found, self.key)
+
+    def add(self, part: StreamProgress) -> None:
+        """One of those that `split` made; of another course it is a leftover."""
+        if part.course != self.course:
+            return
+        for piece in part.pieces():
+            self.merge(piece, part.mark(piece))
+        for layer in part.layers:
+            for index, mark in layer.marks:
+                self.merge(Piece(self.stream, index, layer.of), mark)
+        for piece, counts in part.attempts.items():
+            if piece in self.cursors:
+                self.note_attempts(piece, counts.items())
 
     def to_json(self, now_seconds: float, epoch: int) -> bytes:
         """The stored form: a cursor as everyone reads it (its offset is what *all* slices have done), and more."""
@@ -340,6 +415,8 @@ class StreamProgress:
             value["layers"] = [
                 [layer.of, [[index, mark.offset, mark.acked] for index, mark in layer.marks]] for layer in self.layers
             ]
+        if self.parts > 1:
+            value["parts"] = self.parts
         if self.attempts:
             counts = sorted(self.attempts.items())
             value["attempts"] = [[piece.part, piece.of, sorted(some.items())] for piece, some in counts]
@@ -360,6 +437,7 @@ class StreamProgress:
             key = check_key(value.get("key", "publisher"))
             found = cls(stream, str(value.get("course", "")), cursors, layers, key)
             found.attempts = {Piece(stream, part, of): dict(counts) for part, of, counts in value.get("attempts", [])}
+            found.parts = int(value.get("parts", 1))
             if sum(Fraction(1, piece.of) for piece in cursors) != 1:
                 raise ValueError(f"slices {sorted(cursors)} are not the whole stream")
         except (TypeError, ValueError, ArithmeticError) as error:

@@ -8,20 +8,24 @@ bears another `course` than the record counts as absent, so one small write move
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from holdfast.errors import RequestError
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
-from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Policy, check_key
-from holdfast.keys import progress_key, record_key, skipped_key
+from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Piece, Policy, check_key
+from holdfast.keys import progress_key, progress_part_key, record_key, skipped_key
 from holdfast.model import Stream
 
 Order = Literal["strict", "parallel"]
 
 ANSWERED_MAX = 16
+LEASED_CLIENTS_MAX = 256
+
+BATCH_BYTES_MAX = 1 << 20
+"""What stores that limit the size of a transaction take."""
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 
@@ -45,11 +49,13 @@ class GroupRecord:
     paused: bool = False
     lent: bool = False
     """A leader has lent streams and not yet said that all came back: its follower waits for their holders."""
-    idle: bool = False
-    """No member is left, since the record was last written; so declare a group that may expire with True."""
+    idle: bool = True
+    """No member has come yet, or none is left, since the record was last written."""
     policy: Policy = NO_POLICY
     idle_seconds_max: float | None = None
     """The group is deleted after being idle for so long; None: never."""
+    leased: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    """Which pieces each client that is a batch member was ever leased, in this course."""
     answered: tuple[str, ...] = ()
     """The last requests that were carried out, so that one heard twice is done once."""
 
@@ -59,7 +65,19 @@ class GroupRecord:
 
     def turned(self, starts: Mapping[Stream, int], from_generation: int = 0) -> GroupRecord:
         """After a seek."""
-        return replace(self, turn=self.turn + 1, starts=dict(starts), from_generation=from_generation)
+        return replace(self, turn=self.turn + 1, starts=dict(starts), from_generation=from_generation, leased={})
+
+    def leasing(self, pieces: Mapping[str, Iterable[Piece]], streams: Collection[Stream]) -> GroupRecord:
+        """Before these clients are leased these pieces; what is no stream any more is forgotten."""
+        leased = {
+            client: tuple(piece for piece in self.leased.get(client, ()) if piece.stream in streams)
+            for client in [*self.leased, *pieces]
+        }
+        for client, some in pieces.items():
+            # Those that came last are last, and the first go first.
+            leased[client] = tuple(dict.fromkeys([*leased.pop(client), *some]))
+        kept = [client for client in leased if leased[client]][-LEASED_CLIENTS_MAX:]
+        return replace(self, leased={client: leased[client] for client in kept})
 
     def having_answered(self, request: str) -> GroupRecord:
         return replace(self, answered=(*self.answered, request)[-ANSWERED_MAX:])
@@ -82,6 +100,10 @@ class GroupRecord:
                 "ack_timeout_seconds": self.policy.ack_timeout_seconds,
                 "attempts_max": self.policy.attempts_max,
                 "idle_seconds_max": self.idle_seconds_max,
+                "leased": {
+                    client: [[str(piece.stream), piece.part, piece.of] for piece in pieces]
+                    for client, pieces in self.leased.items()
+                },
                 "answered": self.answered,
                 "updated_at": now_seconds,
             }
@@ -105,6 +127,10 @@ class GroupRecord:
                 idle=value["idle"],
                 policy=Policy(value["ack_timeout_seconds"], value["attempts_max"]),
                 idle_seconds_max=value["idle_seconds_max"],
+                leased={
+                    client: tuple(Piece(Stream.parse(text), part, of) for text, part, of in pieces)
+                    for client, pieces in value["leased"].items()
+                },
                 answered=tuple(value["answered"]),
             )
         except _DAMAGE as error:
@@ -125,21 +151,51 @@ def stored(save: Save, now_seconds: float) -> tuple[dict[str, bytes], list[str]]
     """A `Save` as keys to put and keys to delete. The record's key comes first in either.
 
     To be made under the precondition that `claim_key(save.group)` is at version `save.epoch`. A store that
-    limits the size of a transaction may take it in parts, each under that precondition, in this order.
+    limits the size of a transaction may take it in parts (`in_batches`), each under that precondition, in this order.
     """
     puts: dict[str, bytes] = {}
     deletes = [record_key(save.group), skipped_key(save.group)] if save.delete else []
     if save.record is not None:
         puts[record_key(save.group)] = save.record.to_json(now_seconds)
     for progress in save.progress:
-        puts[progress_key(save.group, progress.stream)] = progress.to_json(now_seconds, save.epoch)
-    deletes += [progress_key(save.group, stream) for stream in save.forget]
+        parts = progress.split(save.ranges_max)
+        parts[0].parts = max(progress.parts, len(parts))
+        for number, part in enumerate(parts):
+            puts[progress_part_key(save.group, progress.stream, number)] = part.to_json(now_seconds, save.epoch)
+        deletes += [progress_part_key(save.group, progress.stream, n) for n in range(len(parts), progress.parts)]
+    parts_of = dict(save.parts)
+    for stream in save.forget:
+        deletes += [progress_part_key(save.group, stream, number) for number in range(parts_of.get(stream, 1))]
     return puts, deletes
 
 
-def loaded(group: GroupId, stream: Stream, data: bytes) -> StreamProgress:
-    """Stored progress of one stream; damage is a RequestError that names group and stream."""
+def in_batches(
+    puts: Mapping[str, bytes], deletes: Iterable[str], changes_max: int | None, bytes_max: int = BATCH_BYTES_MAX
+) -> Iterator[list[tuple[str, bytes | None]]]:
+    """Keys with their values (None: to be deleted), so many and so large as one transaction takes."""
+    batch: list[tuple[str, bytes | None]] = []
+    size = 0
+    for key, value in [*puts.items(), *((key, None) for key in deletes)]:
+        size += len(value or b"")
+        if batch and (len(batch) == changes_max or size > bytes_max):
+            yield batch
+            batch, size = [], len(value or b"")
+        batch.append((key, value))
+    if batch:
+        yield batch
+
+
+def load_progress(group: GroupId, stream: Stream, get: Callable[[str], bytes | None]) -> StreamProgress | None:
+    """Stored progress of one stream, if there is any; damage is a RequestError that names group and stream."""
+    data = get(progress_key(group, stream))
+    if data is None:
+        return None
     try:
-        return StreamProgress.from_json(stream, data)
+        found = StreamProgress.from_json(stream, data)
+        for number in range(1, found.parts):
+            part = get(progress_part_key(group, stream, number))
+            if part is not None:
+                found.add(StreamProgress.from_json(stream, part))
     except RequestError as error:
         raise RequestError(f"group {group}: {error}") from error
+    return found

@@ -58,6 +58,8 @@ class LeaderSettings:
     """How soon a save that failed is tried again."""
     save_retry_max_seconds: float = 30.0
     """What cannot be saved even by itself is tried again less and less often, down to this."""
+    ranges_max: int = 16_000
+    """A progress with more acknowledged ranges than this is stored over several values."""
     linger_seconds: float = 10.0
     """A leader without members, or without a group, stays this long."""
     slices_max: int = 64

@@ -17,8 +17,8 @@ from holdfast.errors import HoldfastError, RequestError, UnknownStream
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Policy
-from holdfast.groups.record import GroupRecord, Order, loaded, stored
-from holdfast.keys import GROUPS, claim_key, is_record, progress_key, record_key, skipped_key
+from holdfast.groups.record import GroupRecord, Order, in_batches, load_progress, stored
+from holdfast.keys import GROUPS, claim_key, is_record, record_key, skipped_key
 from holdfast.log import Log
 from holdfast.log.history import History
 from holdfast.metadata import Delete, Lease, LeaseEnded, Metadata, Put, VersionMismatch
@@ -137,12 +137,10 @@ class GroupStore:
     def save(self, save: fx.Save) -> ev.Saved | ev.SaveFailed | ev.Deposed:
         """Fenced by the claim's version."""
         puts, deletes = stored(save, time.time())
-        changes: list[Put | Delete] = [Put(key, value) for key, value in puts.items()]
-        changes += [Delete(key) for key in deletes]
-        step = self.metadata.batch_max or len(changes) or 1
         try:
-            for at in range(0, len(changes), step):
-                self.metadata.transact(changes[at : at + step], {claim_key(save.group): save.epoch})
+            for batch in in_batches(puts, deletes, self.metadata.batch_max):
+                changes = [Delete(key) if value is None else Put(key, value) for key, value in batch]
+                self.metadata.transact(changes, {claim_key(save.group): save.epoch})
         except VersionMismatch:
             return ev.Deposed()
         except HoldfastError as error:
@@ -157,16 +155,19 @@ class GroupStore:
                 return ev.Loaded(None)
             record = GroupRecord.from_json(entry.value)
             found = []
-            for stream, _, _ in self._streams():
-                if stream.generation < record.from_generation:
-                    continue
-                stored_progress = self.metadata.get(progress_key(group, stream))
-                if stored_progress is not None:
-                    found.append(loaded(group, stream, stored_progress.value))
+            for info in self._streams():
+                if info.stream.generation >= record.from_generation:
+                    progress = load_progress(group, info.stream, self._value)
+                    if progress is not None:
+                        found.append(progress)
         except HoldfastError as error:
             logger.warning("group %s could not be loaded: %s", group, error)
             return ev.LoadFailed()
         return ev.Loaded(record, tuple(found))
+
+    def _value(self, key: str) -> bytes | None:
+        entry = self.metadata.get(key)
+        return None if entry is None else entry.value
 
     def streams(self) -> ev.StreamsSeen | None:
         """All the streams there are, those that only the lake still holds included; None: the store is away."""
@@ -180,9 +181,11 @@ class GroupStore:
         # The store first: what it drops in between is in the lake already.
         heads = self.log.heads(self._name)
         kept = {head.stream for head in heads}
-        infos = [ev.StreamInfo(h.stream, h.next_offset if h.sealed else None) for h in heads]
+        infos = [ev.StreamInfo(h.stream, h.next_offset if h.sealed else None, h.next_offset) for h in heads]
         infos += [
-            ev.StreamInfo(h.stream, h.next_offset, True) for h in self.history.heads(self._name) if h.stream not in kept
+            ev.StreamInfo(h.stream, h.next_offset, h.next_offset, in_lake=True)
+            for h in self.history.heads(self._name)
+            if h.stream not in kept
         ]
         return tuple(infos)
 
@@ -316,11 +319,9 @@ class GroupStore:
         return found
 
     def _floor(self, record: GroupRecord, stream: Stream) -> int:
-        entry = self.metadata.get(progress_key(record.group, stream))
-        if entry is not None:
-            progress = loaded(record.group, stream, entry.value)
-            if progress.course == record.course:
-                return progress.floor
+        progress = load_progress(record.group, stream, self._value)
+        if progress is not None and progress.course == record.course:
+            return progress.floor
         return record.starts.get(stream, 0)
 
 

@@ -295,7 +295,7 @@ class GroupHost:
             self._leader_settings,
             start.trusted_until,
             time.monotonic(),
-            after_outage=start.after_outage,
+            in_doubt=start.in_doubt,
         )
         driver = Driver(
             f"the leader of group {group}, epoch {epoch},",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Save
 from holdfast.groups.protocol.nouns import GroupId
-from holdfast.groups.record import GroupRecord, loaded, stored
-from holdfast.keys import progress_key, record_key
+from holdfast.groups.record import GroupRecord, load_progress, stored
+from holdfast.keys import record_key
 from holdfast.model import Stream
 
 
@@ -87,8 +87,8 @@ class Store:
 
     def load(self, group: GroupId, streams: list[Stream]) -> tuple[GroupRecord | None, tuple[StreamProgress, ...]]:
         data = self.keys.get(record_key(group))
-        found = [(stream, self.keys.get(progress_key(group, stream))) for stream in streams]
-        progress = tuple(loaded(group, stream, value) for stream, value in found if value is not None)
+        found = [load_progress(group, stream, self.keys.get) for stream in streams]
+        progress = tuple(each for each in found if each is not None)
         return (None if data is None else GroupRecord.from_json(data)), progress
 
     def save(self, save: Save, now: float) -> bool:
@@ -104,8 +104,9 @@ class Store:
         for key in deletes:
             self.keys.pop(key, None)
         for progress in save.progress:
-            key = progress_key(save.group, progress.stream)
-            self.progress[save.group, progress.stream] = loaded(save.group, progress.stream, puts[key])
+            found = load_progress(save.group, progress.stream, self.keys.get)
+            assert found is not None
+            self.progress[save.group, progress.stream] = found
         for stream in save.forget:
             self.progress.pop((save.group, stream), None)
         return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.groups.leading.leader import Leader
 from holdfast.groups.leading.registry import Registry
+from holdfast.groups.member.agent import farewell
 from holdfast.groups.protocol.effects import (
     Claim,
     Effect,
@@ -46,7 +47,7 @@ from holdfast.groups.protocol.events import (
     Taken,
     Trusted,
 )
-from holdfast.groups.protocol.messages import GroupMessage
+from holdfast.groups.protocol.messages import GroupMessage, ToBorrower
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.machine import TICK, Address, Machine, Send
 from holdfast.model import Stream
@@ -208,7 +209,7 @@ class LeaderActor(Actor):
             node.world.leader_settings,
             start.trusted_until,
             node.clock(),
-            after_outage=start.after_outage,
+            in_doubt=start.in_doubt,
         )
         super().__init__(node, f"leader@{node.name}", leader)
         self.group, self.epoch = start.group, start.epoch
@@ -315,6 +316,9 @@ class SimNode:
             case "agent":
                 if session := self.sessions.get(to.name):
                     session.on(message)
+                elif isinstance(message, ToBorrower):
+                    for send in farewell(message, None, self.name):
+                        self.world.send(self.name, send.to, send.message)
             case "batch":
                 if batch := self.batches.get(to.name):
                     batch.on(message)

@@ -23,6 +23,7 @@ _QUIET = {
     "sent_at",
     "echo",
     "trusted_until",
+    "in_doubt",
 }
 
 

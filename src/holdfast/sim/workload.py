@@ -52,8 +52,10 @@ class Workload:
         for number in range(rng.randint(1, 3)):
             rate = 1 + rng.uniform(-skew, skew) if skew else 1.0
             SimNode(world, self.truth, f"n{number + 1}", rate, rng.uniform(0, 1000) if skew else 0.0)
-        if rng.random() < 0.3:
-            world.leader_settings = LeaderSettings(slices_max=1)
+        # Small limits, so that what is rare in life happens here.
+        world.leader_settings = LeaderSettings(
+            slices_max=rng.choice([1, 64, 64]), ranges_max=rng.choice([1, 2, LeaderSettings.ranges_max])
+        )
         self.shards = rng.randint(1, 4)
         world.log.open_generation(self.shards)
         self.groups = [GroupId("g", "t/#")] if rng.random() < 0.8 else [GroupId("g", "t/#"), GroupId("h", "t/+")]

@@ -80,7 +80,7 @@ class SimLog:
 
     def infos(self) -> tuple[StreamInfo, ...]:
         return tuple(
-            StreamInfo(stream, len(messages) if stream in self.sealed else None)
+            StreamInfo(stream, len(messages) if stream in self.sealed else None, len(messages))
             for stream, messages in sorted(self.messages.items())
         )
 

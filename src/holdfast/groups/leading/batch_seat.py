@@ -23,7 +23,7 @@ from math import inf
 
 from holdfast.errors import BrokenInvariant
 from holdfast.groups.leading.loans import LoanBook, LoanEntry, LoanStatus
-from holdfast.groups.leading.seats import Seat
+from holdfast.groups.leading.seats import BATCH, Seat
 from holdfast.groups.leading.streams import GroupStreams
 from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.protocol.effects import GroupSend, LeaderEffect
@@ -79,7 +79,7 @@ class BatchSeat(Seat):
     """What its last states carried is durable."""
     story: list[str] = field(default_factory=list)
 
-    kind = "batch"
+    kind = BATCH
 
     @property
     def status(self) -> str:

@@ -85,7 +85,7 @@ class Election:
         self._renewing = False
         self._retry_at = inf
         self._resign_at = inf
-        self._failed_at = -inf
+        self._failed_at = self._opened_at = -inf
         # Claims in this node's name that nobody here holds, each with its epoch and when to give it back.
         self._unexplained: dict[GroupId, tuple[int, float]] = {}
 
@@ -93,9 +93,13 @@ class Election:
     def deadline(self) -> float:
         return min(self._renew_at, self._retry_at, self._resign_at)
 
-    def after_outage(self, now: float) -> bool:
-        """Was the store away a moment ago, so that other nodes may not have found it again yet?"""
-        return now < self._failed_at + 2 * self.settings.lease_seconds
+    def in_doubt(self, now: float) -> bool:
+        """May the store have been away a moment ago, so that other nodes have not found it again yet?
+
+        A node knows that it was not if it has renewed its lease for a while and never failed.
+        """
+        seconds = self.settings.lease_seconds
+        return now < max(self._failed_at + 2 * seconds, self._opened_at + seconds)
 
     def holds(self, group: GroupId) -> bool:
         candidacy = self.claims.get(group)
@@ -141,7 +145,7 @@ class Election:
         if self.lease_state is not LeaseState.OPENING:
             return []
         self._move_lease(LeaseState.HELD)
-        self.lease = lease
+        self.lease, self._opened_at = lease, asked_at
         self._extend(asked_at)
         effects: list[RegistryEffect] = []
         for group in [c.group for c in self.claims.values() if c.state is ClaimState.CLAIMING]:

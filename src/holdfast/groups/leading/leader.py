@@ -23,8 +23,9 @@ from math import inf
 from holdfast.errors import BrokenInvariant
 from holdfast.groups.leading.batch_seat import BatchSeat, BatchStatus
 from holdfast.groups.leading.lender import Lender
-from holdfast.groups.leading.seats import Seat, superseded
+from holdfast.groups.leading.seats import BATCH, BORROWER, Seat, superseded, waiting_key
 from holdfast.groups.leading.unsaved import Unsaved
+from holdfast.groups.leading.vetting import FromBatchMember, Vetting
 from holdfast.groups.protocol.effects import LeaderEffect, Load, Retire, Trimmed, WatchStreams
 from holdfast.groups.protocol.events import (
     Deposed,
@@ -99,6 +100,9 @@ HostEvent = Loaded | LoadFailed | StreamsSeen | Saved | SaveFailed | Deposed | R
 LeaderEvent = Tick | Trusted | HostEvent | ToLeader
 
 
+LEFT_MAX = 256
+
+
 class Leader:
     """The leader of one group under one claim; `epoch` is the claim's."""
 
@@ -111,7 +115,7 @@ class Leader:
         trusted_until: float,
         now: float,
         *,
-        after_outage: bool = False,
+        in_doubt: bool = False,
     ):
         self.group, self.epoch, self.node, self.settings = group, epoch, node, settings
         self.here = Address(node, "leader", str(group))
@@ -122,7 +126,7 @@ class Leader:
         self.seats, self.group_streams, self.book = self.lender.seats, self.lender.group_streams, self.lender.book
         self.moves: list[str] = []
         self._trusted_until = trusted_until
-        self._in_doubt = after_outage
+        self._in_doubt = in_doubt
         """The store was away a moment ago, and may be away again: then members cannot find us."""
         self._waiting: dict[object, tuple[Wanted, float]] = {}
         """Heard while loading, each with when."""
@@ -131,6 +135,10 @@ class Leader:
         self._pauses: dict[str, Ask] = {}
         """To be answered once everything has been called back."""
         self._retreat: Retreat | None = None
+        self._vetting = Vetting(self.group_streams)
+        self._looking = False
+        self._left: dict[MemberId, None] = {}
+        """The last of those who said good-bye before they were let in."""
         self._retiring = False
         self._place_waits = False
         self._load_at = now
@@ -170,7 +178,7 @@ class Leader:
             case RevokeFinished():
                 return self._on_revoke_finished(event, now)
             case UpdateStreamStates():
-                return self._on_states(event, now)
+                return self._refuse(event) if self.record is None else self._vet(event, now)
             case LeaderWanted() | FindLeader() | LeaveGroup() | Ask():
                 return self._on_wanted(event, now, now)
             case Trusted():
@@ -185,9 +193,7 @@ class Leader:
             case LoadFailed():
                 self._load_at = now + self.settings.save_retry_seconds
             case StreamsSeen():
-                if self.record:  # before that, nobody has asked
-                    skipped = self.group_streams.see(event.streams)
-                    return [Trimmed(self.group, skipped)] if skipped else []
+                return self._on_streams_seen(event, now)
             case Saved():
                 self.unsaved.saved(now)
                 return self._on_saved(now)
@@ -204,14 +210,53 @@ class Leader:
                 return [Retire(self.group, self.epoch)]
         return []
 
+    def _on_streams_seen(self, seen: StreamsSeen, now: float) -> list[LeaderEffect]:
+        if self.record is None:  # nobody has asked
+            return []
+        effects = self._see(seen)
+        free, look_again = self._vetting.looked()
+        if look_again:
+            effects.append(WatchStreams(self.group, self.record.log))
+        self._looking = look_again
+        for message in free:
+            effects += self._on_believed(message, now)
+        return effects
+
+    def _see(self, seen: StreamsSeen) -> list[LeaderEffect]:
+        skipped = self.group_streams.see(seen.streams)
+        return [Trimmed(self.group, skipped)] if skipped else []
+
+    def _vet(self, message: FromBatchMember, now: float) -> list[LeaderEffect]:
+        """From a client, not from a machine of ours: first see whether it is possible."""
+        assert self.record is not None
+        if not self._vetting.hold(message):
+            return self._on_believed(message, now)
+        if self._looking:
+            return []
+        self._looking = True
+        return [WatchStreams(self.group, self.record.log)]
+
+    def _on_believed(self, message: FromBatchMember, now: float) -> list[LeaderEffect]:
+        assert self.record is not None
+        match self._vetting.believed(message, self.record):
+            case UpdateStreamStates() as states:
+                return self._on_states(states, now)
+            case FindLeader() as find:
+                return self._on_join(find, now)
+            case LeaveGroup() as disconnect:
+                return self._on_disconnect(disconnect, now)
+
     def _distrusted(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
         """Facts are taken in; nothing is said, saved or lent until the lease is known to stand."""
         match event:
             case Saved():
                 self.unsaved.saved(now)
                 return []
-            case Loaded() | LoadFailed() | StreamsSeen() | SaveFailed() | Deposed() | Retreat():
-                return [e for e in self._on_host(event, now) if isinstance(e, Retire | WatchStreams | Trimmed)]
+            case StreamsSeen():
+                self._looking = False
+                return self._see(event) if self.record else []
+            case Loaded() | LoadFailed() | SaveFailed() | Deposed() | Retreat():
+                return [e for e in self._on_host(event, now) if isinstance(e, Retire | WatchStreams)]
             case _:
                 return []
 
@@ -310,6 +355,10 @@ class Leader:
         effects = self.lender.place(self.record, now, lend=lend, within_seconds=within)
         if self.group_streams.from_generation != self.record.from_generation:
             self._write(replace(self.record, from_generation=self.group_streams.from_generation), now)
+        if self.lender.unrecorded:
+            self._write(self.record.leasing(self.lender.unrecorded, self.group_streams.seen), now)
+            self.unsaved.by(now)
+            self._place_waits = True
         if not self.book.entries:
             for ask in self._pauses.values():
                 self._answer(ask, now)
@@ -403,8 +452,7 @@ class Leader:
     def _on_wanted(self, wanted: Wanted, heard_at: float, now: float) -> list[LeaderEffect]:
         match self.phase:
             case Phase.LOADING:
-                # Of each member the last thing it said is enough.
-                self._waiting[wanted.request if isinstance(wanted, Ask) else wanted.member] = (wanted, now)
+                self._waiting[waiting_key(wanted)] = (wanted, now)
                 return []
             case Phase.VOID:
                 return self._on_wanted_in_void(wanted, now)
@@ -413,9 +461,12 @@ class Leader:
         match wanted:
             case Ask():
                 return self._on_ask(wanted, heard_at, now)
+            case FindLeader():
+                return self._vet(wanted, now)
             case LeaveGroup():
-                return self._on_disconnect(wanted, now)
-            case _:
+                batch = wanted.reply_to.kind == BATCH
+                return self._vet(wanted, now) if batch else self._on_disconnect(wanted, now)
+            case LeaderWanted():
                 return self._on_join(wanted, now)
 
     def _on_wanted_in_void(self, wanted: Wanted, now: float) -> list[LeaderEffect]:
@@ -430,7 +481,7 @@ class Leader:
         # Not one of those we know to be deleted: the group may have been declared again.
         self._move(Phase.LOADING)
         self._retiring = False
-        self._waiting[wanted.member] = (wanted, now)
+        self._waiting[waiting_key(wanted)] = (wanted, now)
         self._load_at = now
         return []
 
@@ -441,36 +492,60 @@ class Leader:
         self._merge_carried(wanted.carried)
         if self._retreat:
             return []  # it asks again, and finds the next leader; what it brought will be known there
+        if wanted.member in self._left:
+            return []  # its good-bye was faster
         seat = self.seats.get(wanted.member) or self._admit(wanted, now)
-        if seat is None or seat.condemned:
+        if seat is None or seat.condemned or seat.kind != _kind(wanted):
             return []
+        if isinstance(seat, BatchSeat):
+            return self._on_find(seat, wanted, now)
         seat.home = wanted.reply_to
         good_for = self._count_on(seat, now)
-        if isinstance(seat, BatchSeat):
-            if wanted.sent_at > seat.echo or seat.batch_status is BatchStatus.WAITING:
-                seat.echo, seat.good_for_seconds = wanted.sent_at, good_for
-            return self.lender.desk.say(seat, now) if seat.batch_status is BatchStatus.LEASING else []
         # It may have sat here before without knowing it; a grant from then may still be on its way.
         oldest = self.book.oldest_number(seat.member)
         response = LeaderConnectResponse(seat.member, self.epoch, self.here, wanted.sent_at, good_for, oldest)
         return [Send(seat.home, response)]
 
+    def _on_find(self, seat: BatchSeat, find: LeaderWanted | FindLeader, now: float) -> list[LeaderEffect]:
+        if seat.batch_status not in (BatchStatus.WAITING, BatchStatus.LEASING):
+            # Late; or from somebody who calls itself what an earlier run of it was called. Nobody counts on that one
+            # because of this, so its time will be over, and then this one is let in.
+            return []
+        seat.home = find.reply_to
+        good_for = self._count_on(seat, now)
+        if find.sent_at > seat.echo or seat.batch_status is BatchStatus.WAITING:
+            seat.echo, seat.good_for_seconds = find.sent_at, good_for
+        return self.lender.desk.say(seat, now) if seat.batch_status is BatchStatus.LEASING else []
+
     def _admit(self, wanted: LeaderWanted | FindLeader, now: float) -> Seat | None:
         """A seat for somebody new, unless a later life or incarnation of the same has one."""
-        found = superseded(self.seats, wanted.member)
+        kind = _kind(wanted)
+        found = superseded(self.seats, wanted.member, kind)
         if found is None:
             return None
         over, leaving = found
+        if kind == BATCH:
+            # One seat for one client: those of its past that hold nothing go at once, and one that does is enough.
+            over += [member for member in leaving if not self.book.of_member(member)]
+            leaving = [member for member in leaving if member not in over]
+            if len(leaving) > 1:
+                return None
         for member in over:
             self._unseat(member, now)
         for member in leaving:
             self.seats[member].leaving = True
-        kind = BatchSeat if isinstance(wanted, FindLeader) else Seat
-        seat = self.seats[wanted.member] = kind(wanted.member, wanted.reply_to, now)
+        seat = (
+            BatchSeat(wanted.member, wanted.reply_to, now)
+            if kind == BATCH
+            else Seat(wanted.member, wanted.reply_to, now)
+        )
+        self.seats[wanted.member] = seat
         self._retire_at, self._retiring = inf, False
         assert self.record is not None
         if self.record.idle:
-            self._write(replace(self.record, idle=False), now)
+            # Nobody waits for this: it goes with what is saved next, which is that something is lent.
+            self.record = replace(self.record, idle=False)
+            self.unsaved.write(self.record)
         self._place_soon(now)
         return seat
 
@@ -544,6 +619,10 @@ class Leader:
             self._merge_carried(disconnect.carried)
             if disconnect.member in self.seats:
                 self._unseat(disconnect.member, now)
+            else:
+                self._left[disconnect.member] = None
+                if len(self._left) > LEFT_MAX:
+                    del self._left[next(iter(self._left))]
         # The record too: what is worth nothing after a seek is worth everything until the seek is saved.
         about = {None, *(carried.piece.stream for carried in disconnect.carried)}
         self.unsaved.say(about, Send(disconnect.reply_to, LeftGroup(disconnect.member)))
@@ -655,3 +734,7 @@ class Leader:
         if to not in LEGAL[self.phase]:
             raise BrokenInvariant(f"leader of {self.group} may not go on like this", self.moves[-20:])
         self.phase = to
+
+
+def _kind(wanted: LeaderWanted | FindLeader) -> str:
+    return BATCH if isinstance(wanted, FindLeader) else BORROWER

@@ -50,6 +50,8 @@ class Lender:
         self.seats: dict[MemberId, Seat] = {}
         self.desk = BatchDesk(self.book, self.group_streams, settings, epoch, here, unsaved)
         self.resend_at = inf
+        self.unrecorded: dict[str, list[Piece]] = {}
+        """Pieces that clients are to be leased, and of which the stored record does not say so yet."""
 
     # ------------------------------------------------------------------------------------ placing
 
@@ -73,6 +75,7 @@ class Lender:
             if plan.get(piece) != owner and not self.seats[owner].leaving:
                 revokes.setdefault(owner, []).append(self.book.entries[piece])
         effects: list[LeaderEffect] = []
+        self.unrecorded = {}
         for seat in self.seats.values():
             wanted, unwanted = grants.get(seat.member, []), revokes.get(seat.member, [])
             if isinstance(seat, BatchSeat):
@@ -106,6 +109,11 @@ class Lender:
     ) -> list[LeaderEffect]:
         if not seat.stable:
             return []  # placed anew once the exchange under way is over
+        client = seat.member.session
+        leased = self._unsaved.stored.leased.get(client, ()) if self._unsaved.stored else ()
+        if missing := [piece for piece in wanted if piece not in leased]:
+            self.unrecorded[client] = missing
+            return []  # placed anew once the record says so
         effects = self.desk.change(seat, wanted, unwanted, within_seconds, now)
         self.resend_at = min(self.resend_at, seat.resend_at)
         return effects

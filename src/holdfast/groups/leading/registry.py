@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import inf
 
 from holdfast.groups.leading.election import Election
+from holdfast.groups.leading.seats import waiting_key
 from holdfast.groups.protocol.effects import RegistryEffect, Resign, StartLeader
 from holdfast.groups.protocol.events import (
     Claimed,
@@ -38,7 +39,7 @@ from holdfast.groups.protocol.messages import (
     UpdateStreamStates,
     Wanted,
 )
-from holdfast.groups.protocol.nouns import GroupId
+from holdfast.groups.protocol.nouns import GroupId, MemberId
 from holdfast.groups.settings import ElectionSettings
 from holdfast.machine import Address, Send, Tick
 
@@ -117,19 +118,21 @@ class Registry:
             self._elsewhere.pop(group, None)
         if isinstance(wanted, LeaveGroup) and not wanted.carried:
             # It has nothing to tell: not worth an election, nor is what it asked for before.
-            self.waiting.get(group, {}).pop(wanted.member, None)
+            waiting = self.waiting.get(group, {})
+            for key in [key for key, other in waiting.items() if _member(other) == wanted.member]:
+                del waiting[key]
             return []
         waiting = self.waiting.setdefault(group, {})
         if len(waiting) < WAITING_MAX:
-            waiting[wanted.request if isinstance(wanted, Ask) else wanted.member] = wanted
+            waiting[waiting_key(wanted)] = wanted
         return self.election.claim(group, now)
 
     def _on_claimed(self, claimed: Claimed, now: float) -> list[RegistryEffect]:
         found = self.election.on_claimed(claimed.group, claimed.lease, claimed.epoch)
         if isinstance(found, Resign):
             return [found]
-        after_outage = self.election.after_outage(now)
-        start = StartLeader(claimed.group, claimed.epoch, self.election.trusted_until, after_outage)
+        in_doubt = self.election.in_doubt(now)
+        start = StartLeader(claimed.group, claimed.epoch, self.election.trusted_until, in_doubt)
         return [start, *self._pass_on(claimed.group, self.node, now)]
 
     def _on_taken(self, taken: Taken, now: float) -> list[RegistryEffect]:
@@ -161,3 +164,7 @@ class Registry:
     @staticmethod
     def _leader(node: str, group: GroupId) -> Address:
         return Address(node, "leader", str(group))
+
+
+def _member(wanted: Wanted) -> MemberId | None:
+    return None if isinstance(wanted, Ask) else wanted.member

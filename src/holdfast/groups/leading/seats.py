@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.groups.protocol.messages import Ask, FindLeader, Wanted
 from holdfast.groups.protocol.nouns import MemberId
 from holdfast.machine import Address
+
+BORROWER, BATCH = "borrower", "batch"
 
 
 @dataclass(slots=True)
@@ -27,7 +30,7 @@ class Seat:
     condemned: bool = False
     """It breaks the protocol: its pings are refused until its time is up."""
 
-    kind = "borrower"
+    kind = BORROWER
 
     @property
     def active(self) -> bool:
@@ -38,20 +41,37 @@ class Seat:
         return "condemned" if self.condemned else "leaving" if self.leaving else "connected"
 
 
-def superseded(seats: dict[MemberId, Seat], member: MemberId) -> tuple[list[MemberId], list[MemberId]] | None:
-    """Whose seats end, and who is leaving, now that `member` has come; None if it is itself a thing of the past."""
+def superseded(
+    seats: dict[MemberId, Seat], member: MemberId, kind: str
+) -> tuple[list[MemberId], list[MemberId]] | None:
+    """Whose seats end, and who is leaving, now that `member` has come; None if it is itself a thing of the past.
+
+    A session may have several subscriptions to one group, numbered, an old one finishing while a new one begins. A
+    batch member numbers nothing: with another number it is another incarnation.
+    """
     over: list[MemberId] = []
     leaving: list[MemberId] = []
-    for other in seats:
-        if other.session != member.session or other == member:
+    for other, seat in seats.items():
+        if other.session != member.session or other == member or seat.kind != kind:
             continue
-        if other.incarnation == member.incarnation:
-            if other.number == member.number:
-                if other.life > member.life:
-                    return None
-                over.append(other)
-        elif other.incarnation > member.incarnation:
+        theirs, mine = other.incarnation, member.incarnation
+        if theirs == mine and other.number != member.number:
+            if kind == BORROWER:
+                continue
+            theirs, mine = other.number, member.number
+        if theirs > mine or (theirs == mine and other.life > member.life):
             return None
-        else:
-            leaving.append(other)
+        (over if theirs == mine else leaving).append(other)
     return over, leaving
+
+
+def waiting_key(wanted: Wanted) -> object:
+    """Of each member the last thing it said is enough; of a batch reader's client, the last of whatever it calls
+    itself, but not its last words."""
+    match wanted:
+        case Ask(request):
+            return request
+        case FindLeader(member):
+            return "batch", member.session
+        case _:
+            return wanted.member

@@ -37,6 +37,8 @@ class GroupStreams:
         self._unsaved = unsaved
         self.seen: dict[Stream, int | None] | None = None
         """Streams of the log, each with its end if it is sealed; None: nobody has looked yet."""
+        self.heads: dict[Stream, int] = {}
+        """How far each went when somebody last looked."""
         self.progress: dict[Stream, StreamProgress] = {}
         self.news = False
         """Something happened that may change what is open."""
@@ -53,7 +55,7 @@ class GroupStreams:
             if progress.course == record.course:
                 self.progress[progress.stream] = progress
             else:
-                self._unsaved.forget(progress.stream)
+                self._unsaved.forget(progress)
 
     def see(self, infos: Iterable[StreamInfo]) -> tuple[Skipped, ...]:
         """These are the streams now; what is lost of those that were dropped."""
@@ -65,15 +67,17 @@ class GroupStreams:
         return tuple(lost)
 
     def _take_infos(self) -> None:
-        self.seen = {info.stream: info.end for info in self._infos if info.stream.generation >= self.from_generation}
+        mine = [info for info in self._infos if info.stream.generation >= self.from_generation]
+        self.seen = {info.stream: info.end for info in mine}
+        self.heads = {info.stream: info.next_offset for info in mine}
         for stream in self.seen:
             if stream not in self.progress:
                 self._start(stream)
         self.news = True
 
     def _start(self, stream: Stream) -> StreamProgress:
-        self._unsaved.keep(stream)
         begun = StreamProgress.starting(stream, self._course, self._starts.get(stream, 0), self._key)
+        begun.parts = self._unsaved.keep(stream)
         self.progress[stream] = begun
         return begun
 
@@ -81,8 +85,8 @@ class GroupStreams:
         """After a seek: the record says where."""
         self._course, self._starts, self.from_generation = record.course, record.starts, record.from_generation
         self._unsaved.start_over()
-        for stream in [stream for stream in self.progress if stream not in (self.seen or {})]:
-            self._unsaved.forget(stream)
+        for progress in self.progress.values():
+            self._unsaved.forget(progress)
         self.progress.clear()
         self._take_infos()
 
@@ -102,6 +106,8 @@ class GroupStreams:
         """Cut anew whatever of it is not lent."""
         if self.progress[stream].cut(of, lent):
             self._unsaved.note(stream)
+            if self.finished(stream):
+                self.news = True  # what an earlier slicing had done turns out to be all of it
 
     def note_attempts(self, piece: Piece, attempts: Iterable[tuple[int, int]]) -> None:
         if self.progress[piece.stream].note_attempts(piece, attempts):
@@ -155,8 +161,7 @@ class GroupStreams:
         self._leave_behind(lent)
         gone = [stream for stream in self.progress if stream not in self.seen and stream not in lent]
         for stream in gone:
-            del self.progress[stream]
-            self._unsaved.forget(stream)
+            self._unsaved.forget(self.progress.pop(stream))
         for stream, progress in self.progress.items():
             if (len(progress.cursors) > 1 or progress.layers) and stream not in lent and self.finished(stream):
                 progress.whole()

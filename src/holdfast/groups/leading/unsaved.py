@@ -16,8 +16,8 @@ record of another course, progress under the new one would count as absent and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import inf
 
 from holdfast.groups.progress import StreamProgress
@@ -54,12 +54,14 @@ class Unsaved:
 
     def __init__(self, group: GroupId, epoch: int, settings: LeaderSettings):
         self._group, self._epoch, self._settings = group, epoch, settings
+        self._ranges_max = settings.ranges_max
         self.at = inf
         """When to `save` next."""
         self.stored: GroupRecord | None = None
         """The record as it is known to be stored; None while nobody knows."""
         self._record: GroupRecord | None = None
-        self._forget: dict[Stream, None] = {}
+        self._forget: dict[Stream, int] = {}
+        """Each with the number of values it is stored over."""
         self._deleting = False
         # Every change has a number: `_changed` has the last one of what is not stored, `_landed` the last stored.
         self._changes = 0
@@ -81,15 +83,16 @@ class Unsaved:
         self._forget.pop(stream, None)
         self._change(stream)
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, progress: StreamProgress) -> None:
         """What is stored of this stream is to be deleted."""
-        self._forget[stream] = None
-        self._change(stream)
+        self._forget[progress.stream] = progress.parts
+        self._change(progress.stream)
 
-    def keep(self, stream: Stream) -> None:
-        """Not to be deleted after all: it begins anew, and will be written over."""
+    def keep(self, stream: Stream) -> int:
+        """Not to be deleted after all: it begins anew, and will be written over. How many values that is."""
         if stream in self._forget:
-            del self._forget[stream], self._changed[stream]
+            del self._changed[stream]
+        return self._forget.pop(stream, 1)
 
     def write(self, record: GroupRecord) -> None:
         self._record = record
@@ -151,7 +154,7 @@ class Unsaved:
         self.at = inf
         if self._saving is not None:
             return []
-        keys = self._next_keys(now)
+        keys = self._at_a_time(self._next_keys(now), progress)
         if not keys:
             later = [self._refused[key].again_at for key in self._changed if key in self._refused]
             self.at = min([at for at in later if at > now], default=inf)
@@ -159,18 +162,27 @@ class Unsaved:
         record = self._record if None in keys else None
         self._saving = SaveUnderWay({key: self._changed[key] for key in keys}, record)
         if self._deleting:
-            known = dict.fromkeys([*progress, *self._forget])
-            return [Save(self._group, self._epoch, forget=tuple(known), delete=True)]
+            known = self._forget | {stream: each.parts for stream, each in progress.items()}
+            return [self._forgetting(Save(self._group, self._epoch, delete=True), known)]
         streams = [key for key in keys if key is not None]
-        return [
-            Save(
-                self._group,
-                self._epoch,
-                record,
-                tuple(progress[stream].copy() for stream in streams if stream not in self._forget),
-                tuple(stream for stream in streams if stream in self._forget),
-            )
-        ]
+        save = Save(
+            self._group, self._epoch, record, tuple(self._copies(progress, streams)), ranges_max=self._ranges_max
+        )
+        return [self._forgetting(save, {key: self._forget[key] for key in streams if key in self._forget})]
+
+    def _copies(self, progress: Mapping[Stream, StreamProgress], streams: Iterable[Stream]) -> Iterator[StreamProgress]:
+        for stream in streams:
+            if stream not in self._forget:
+                own = progress[stream]
+                copy = own.copy()
+                # From now on there may be so many values, whether or not this save is made.
+                own.parts = max(own.parts, own.parts_wanted(self._ranges_max))
+                yield copy
+
+    @staticmethod
+    def _forgetting(save: Save, streams: Mapping[Stream, int]) -> Save:
+        parts = tuple((stream, parts) for stream, parts in streams.items() if parts > 1)
+        return replace(save, forget=tuple(streams), parts=parts)
 
     def _next_keys(self, now: float) -> list[Key]:
         due = {key: now >= self._refused[key].again_at if key in self._refused else True for key in self._changed}
@@ -181,6 +193,15 @@ class Unsaved:
         if together:
             return together[: int(min(self._keys_max, len(together)))]
         return ready[:1]
+
+    def _at_a_time(self, keys: list[Key], progress: Mapping[Stream, StreamProgress]) -> list[Key]:
+        """No more than fits into one or two values, but one in any case."""
+        ranges = 0
+        for number, key in enumerate(keys):
+            ranges += progress[key].ranges if key is not None and key in progress else 0
+            if number and ranges > self._ranges_max:
+                return keys[:number]
+        return keys
 
     def saved(self, now: float) -> None:
         """The save under way is durable."""

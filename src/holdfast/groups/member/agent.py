@@ -19,10 +19,8 @@ from holdfast.groups.protocol.effects import GroupSend, MemberEffect
 from holdfast.groups.protocol.events import Acked, Closed, Delivered, Drained, JoinGroup, QuitGroup
 from holdfast.groups.protocol.messages import (
     Grant,
-    Invalidate,
     LeaderConnectResponse,
     LeaveGroup,
-    LeftGroup,
     PingResponse,
     Revoke,
     Revoked,
@@ -131,12 +129,16 @@ class NoAgent:
         return []
 
 
-def farewell(message: ToBorrower, group: GroupId, node: str) -> list[GroupSend]:
-    """What to answer on behalf of a member that is not here any more; also for hosts whose session is gone."""
+def farewell(message: ToBorrower, group: GroupId | None, node: str) -> list[GroupSend]:
+    """What to answer on behalf of a member that is not here any more; also for hosts whose session is gone.
+
+    Without a group only a leader that says where it is can be answered. The others have heard a good-bye.
+    """
     match message:
         case LeaderConnectResponse(member, _, leader):
+            group = group or GroupId.parse(leader.name)
             return [Send(leader, LeaveGroup(member, member.agent(node), group, ""))]
-        case PingResponse(member) | Grant(member) | Revoke(member) | Revoked(member):
+        case PingResponse(member) | Grant(member) | Revoke(member) | Revoked(member) if group is not None:
             return [Send(Address(node, "registry"), LeaveGroup(member, member.agent(node), group, ""))]
-        case LeftGroup() | Invalidate():
+        case _:
             return []

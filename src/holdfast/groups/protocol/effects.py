@@ -14,6 +14,9 @@ from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Layer, Loan,
 from holdfast.machine import Send
 from holdfast.model import Stream
 
+RANGES_MAX = 16_000
+"""With the longest offsets there are, three quarters of what a metadata store takes as one value."""
+
 if TYPE_CHECKING:
     from holdfast.groups.progress import StreamProgress
     from holdfast.groups.record import GroupRecord
@@ -133,6 +136,10 @@ class Save:
     """Snapshots; written as they are."""
     forget: tuple[Stream, ...] = ()
     """Streams whose progress is deleted."""
+    parts: tuple[tuple[Stream, int], ...] = ()
+    """Over how many values the progress of these is stored, where it may be more than one."""
+    ranges_max: int = RANGES_MAX
+    """How many ranges of one progress go into one value."""
     delete: bool = False
     """Delete the record, and the progress of the streams in `forget`, for good."""
 
@@ -189,8 +196,8 @@ class StartLeader:
     group: GroupId
     epoch: int
     trusted_until: float
-    after_outage: bool = False
-    """The store was away a moment ago: members take longer than usual to find the leader."""
+    in_doubt: bool = False
+    """The store may have been away a moment ago: then members take longer than usual to find the leader."""
 
 
 @dataclass(frozen=True, slots=True)

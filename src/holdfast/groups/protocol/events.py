@@ -70,6 +70,8 @@ class StreamInfo(NamedTuple):
 
     stream: Stream
     end: int | None = None
+    next_offset: int = 0
+    """How far it went when the host looked."""
     in_lake: bool = False
     """The store has dropped it; only the lake still holds it."""
 
