@@ -26,15 +26,6 @@ from holdfast.mqtt.inbound import Inbound
 from holdfast.mqtt.reasons import Reason
 from holdfast.mqtt.wire import topic_name
 
-PACKETS_PER_TURN = 256
-"""Packets, other than plain publishes and acks, that one connection may have before the others get their turn."""
-
-LONG_WAY_BYTES = 256 << 10
-"""Publishes that the fast path left wait for a commit after this much of one connection."""
-
-HELD_BYTES = 64 << 10
-"""While parsing is held, more than this waits in the client's own buffers, not in ours."""
-
 NAME_BYTES_MAX = 512
 """Longer topics are not remembered: a few thousand of the longest would fill the memory."""
 
@@ -90,6 +81,12 @@ class ConnectionSettings:
     receive_maximum: int = 1000
     topic_alias_maximum: int = 10
     linger_seconds: float = 2.0
+    packets_per_turn: int = 256
+    """Packets, other than plain publishes and acks, that one connection may have before the others get their turn."""
+    long_way_bytes: int = 256 << 10
+    """Publishes that the fast path left wait for a commit after this much of one connection."""
+    held_bytes: int = 64 << 10
+    """While parsing is held, more than this waits in the client's own buffers, not in ours."""
 
 
 # ---------------------------------------------------------------------------------------------- events
@@ -572,7 +569,7 @@ class Connection:
             self._close_at = now + self._settings.linger_seconds
 
     def _mind_reading(self) -> None:
-        held = bool(self.holds & _AT_ONCE) or (bool(self.holds) and self.waiting > HELD_BYTES)
+        held = bool(self.holds & _AT_ONCE) or (bool(self.holds) and self.waiting > self._settings.held_bytes)
         reading = not self._ended and (self.closed or not held)
         if reading != self._reading:
             self._reading = reading
@@ -618,7 +615,7 @@ class Connection:
                     self._effects.append(Publishes(inbox))
             if self._at >= end or self.closed:
                 break
-            if packets >= PACKETS_PER_TURN:
+            if packets >= self._settings.packets_per_turn:
                 self._hold(Hold.TURN)
                 self._effects.append(InNextTurn(Release(Hold.TURN)))
                 break
@@ -757,7 +754,7 @@ class Connection:
     def _hold_back(self, size: int) -> None:
         """A client that sends faster than the log takes waits for what it sent; the fast path has its own way."""
         self._long_way += size + 64
-        if self._long_way > LONG_WAY_BYTES:
+        if self._long_way > self._settings.long_way_bytes:
             self._long_way = 0
             self._hold(Hold.COMMIT)
             self._effects.append(AfterCommit(Release(Hold.COMMIT)))

@@ -40,7 +40,8 @@ class DeliveryHost:
     def __init__(self, log: Log, retained: RetainedMessages, pending_bytes_max: int):
         self._log = log
         self.history = History(log)
-        self.machine = dv.Delivery(retained, pending_bytes_max, READERS)
+        settings = dv.DeliverySettings(pending_bytes_max=pending_bytes_max, fetches_max=READERS)
+        self.machine = dv.Delivery(retained, settings)
         self.on_streams_changed: Callable[[], None] = lambda: None
         self.on_loan_news: Callable[[Outlet], None] = lambda outlet: None
         self.ask_clock: Callable[[Outlet], None] = lambda outlet: None

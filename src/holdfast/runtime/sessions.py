@@ -20,11 +20,12 @@ from holdfast.mqtt.connection import Say
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.delivery import DeliveryHost, rows_of
-from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
+from holdfast.runtime.keeper import Keeper
 from holdfast.runtime.notices import Gone, Notices, Resumed
 from holdfast.runtime.wills import Wills
 from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.positions import Gap, StreamOrigin
+from holdfast.sessions.records import SessionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.subscriptions import Subscription

@@ -28,7 +28,8 @@ from holdfast.runtime.connection import Connection
 from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.ingest import LOG, Ingest
-from holdfast.runtime.keeper import Keeper, record_of
+from holdfast.runtime.keeper import Keeper
+from holdfast.sessions.records import record_of
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.topics import too_deep
