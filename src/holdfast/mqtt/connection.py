@@ -167,6 +167,13 @@ class StoredOne:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredBefore:
+    """A QoS 2 publish that was sent again: what became of the first one is known by now."""
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFailed:
     """Publishes of this connection could not be stored: it must send them again."""
 
@@ -233,6 +240,7 @@ ConnectionEvent = (
     | RightsChanged
     | Stored
     | StoredOne
+    | StoredBefore
     | StoreFailed
     | Answered
     | Say
@@ -317,7 +325,7 @@ class PublishControl:
 class AfterCommit:
     """Give this event back when everything that was published before is durable, or refused."""
 
-    event: Say | StoredOne | Release
+    event: Say | StoredBefore | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +448,8 @@ class Connection:
                 self._on_stored(inbox, heard)
             case StoredOne(qos, packet_id, ok):
                 self._on_stored_one(qos, packet_id, ok, now)
+            case StoredBefore(packet_id):
+                self._on_stored_before(packet_id, now)
             case Tick():
                 self._on_tick(now)
             case SocketFull(full):
@@ -744,7 +754,7 @@ class Connection:
         if qos and not repeated:
             self._count(1)
         if repeated:
-            self._effects.append(AfterCommit(StoredOne(qos, packet_id, True)))
+            self._effects.append(AfterCommit(StoredBefore(packet_id)))
             return
         if qos == 2:
             self._inbound.take(packet_id)
@@ -791,7 +801,17 @@ class Connection:
             return
         if qos == 1:
             self.under_way -= 1
-        self._write((b"\x40\x02" if qos == 1 else b"\x50\x02") + PACKET_IDS[packet_id])
+            self._write(b"\x40\x02" + PACKET_IDS[packet_id])
+        else:
+            self._inbound.stored(packet_id)
+            self._write(b"\x50\x02" + PACKET_IDS[packet_id])
+
+    def _on_stored_before(self, packet_id: int, now: float) -> None:
+        """Whether the batch it waited for was stored says nothing: the publish was in an earlier one."""
+        if self._inbound.is_stored(packet_id):
+            self._write(b"\x50\x02" + PACKET_IDS[packet_id])
+        else:
+            self._close(Reason.SERVER_BUSY, "publishes could not be stored", now)
 
     def _on_pubrel(self, packet: p.Pubrel) -> None:
         if self._inbound.release(packet.packet_id):

@@ -135,7 +135,7 @@ class SimConnection:
             case mc.PublishControl(_, _, qos, packet_id):
                 self.handle(mc.Answered(qos, packet_id, Reason.NOT_AUTHORIZED))
             case mc.AfterCommit(event):
-                front.ingest.in_turn(lambda ok: self._after_commit(event, ok))
+                front.ingest.in_turn(lambda _: self.handle(event))
             case mc.Acked(packet_ids):
                 for packet_id in packet_ids:
                     truth.puback(client, packet_id)
@@ -147,11 +147,6 @@ class SimConnection:
     def _publish_one(self, row: Row, qos: int, packet_id: int) -> None:
         done = (lambda ok: self.handle(mc.StoredOne(qos, packet_id, ok))) if qos else None
         self.front.ingest.publish_one(row, done)
-
-    def _after_commit(self, event: mc.Say | mc.StoredOne | mc.Release, ok: bool) -> None:
-        if isinstance(event, mc.StoredOne) and not ok:
-            event = mc.StoredOne(event.qos, event.packet_id, False)
-        self.handle(event)
 
     def _acked_one(self, session: Session, packet: p.Puback | p.Pubrec | p.Pubcomp) -> str | None:
         window, truth, client = session.window, self.front.truth, session.client_id
