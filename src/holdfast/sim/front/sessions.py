@@ -183,14 +183,14 @@ class SimSessions:
             self.front.spawn(self._discard(client_id, only=session))
             return
         session.positions.dirty.update(session.positions.behind)
-        self.front.spawn(self._save_away(session))
+        self.front.spawn(self._save_away(session, session.epoch))
 
-    def _save_away(self, session: Session) -> Work:
+    def _save_away(self, session: Session, epoch: int) -> Work:
         if self.known.get(session.client_id) is not session:
             return
         heads = self.front.delivery.heads
         yield from self.front.keeper.flush([session], heads)
-        if session.client_id not in self.connections and self.known.get(session.client_id) is session:
+        if session.epoch == epoch and self.known.get(session.client_id) is session:
             try:
                 yield self.front.keeper.save(record_of(session, connected=False, now=self.world.now))
             except StoreDown:
@@ -218,9 +218,7 @@ class SimSessions:
 
     def _forget_stored(self, session: Session) -> Work:
         keeper = self.front.keeper
-        yield from keeper.delete_cursors(
-            session.client_id, session.subscriptions.filters, self.front.delivery.heads
-        )
+        yield from keeper.delete_cursors(session.client_id, session.subscriptions.filters, self.front.delivery.heads)
         yield keeper.remove(session.client_id)
 
     # -- saving --------------------------------------------------------------------------------------------
