@@ -120,7 +120,7 @@ class Subscribing:
 
     async def _published_before(self) -> None:
         await self._ingest.drained()
-        if self._shared_store:
+        if self._shared_store or self._delivery.in_doubt:
             await self._delivery.caught_up()
 
     def _send_retained(self, connection: Connection, filters: list[str]) -> None:
@@ -225,10 +225,8 @@ class Subscribing:
         heads = self._delivery.heads
         for stream, head in heads.items():
             at = asked.get(stream, head if not isinstance(start, Beginning) else 0)
-            before = session.position(stream, heads)
             subscription.since[stream] = at
-            if at < before:
-                session.go_back(stream, at, heads, subscription.filter)
+            session.go_back(stream, at, heads, subscription.filter)
         for stream, (at, end) in in_lake.items():
             subscription.since[stream] = at
             if at < end:

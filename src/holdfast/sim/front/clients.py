@@ -141,9 +141,7 @@ class Client:
         else:
             clean = not profile.durable
         world.tell(self.name, f"connects{' clean' if clean else ''}")
-        self._send(
-            link, p.Connect(self.name, profile.version, clean, profile.keep_alive, properties=properties)
-        )
+        self._send(link, p.Connect(self.name, profile.version, clean, profile.keep_alive, properties=properties))
         world.after(CONNECT_SECONDS, lambda: self._give_up(link))
 
     def _give_up(self, link: _Link) -> None:
@@ -258,7 +256,7 @@ class Client:
         wishes = []
         self._identifier += 1
         for text in filters:
-            shared = text.startswith("$share")
+            shared = text.startswith("$")
             identifier = 0
             if profile.version == p.V5 and (shared or profile.identifiers):
                 identifier = self._identifier + (SHARED_FROM if shared else 0)
@@ -392,7 +390,8 @@ class Client:
         if known is not None:
             return
         if self.profile.acks or self.world.healing:
-            self.world.after(self.world.rng.random() * self.profile.ack_seconds, lambda: self._ack(link, packet_id))
+            seconds = 0.003 if self.world.healing else self.profile.ack_seconds
+            self.world.after(self.world.rng.random() * seconds, lambda: self._ack(link, packet_id))
         else:
             self.held.append((link, packet_id))
 
@@ -427,4 +426,3 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<client {self.name}>"
-

@@ -38,6 +38,7 @@ class SimDelivery:
         self._armed = inf
         self._look_again: Pending = self.world.pending()
         self._rounds = 0
+        self._sure_at = 0
         self._round_over: Pending = self.world.pending()
         self.following = False
         for stream, rows in log.streams.items():
@@ -57,6 +58,9 @@ class SimDelivery:
         effects = self.machine.handle(event, self.world.now)
         if moved is not None:
             self.front.truth.delivered_to(moved, before, self.heads.get(moved, 0))
+        for effect in effects:  # the machine has decided all of it: what it says of its loans counts on all its writes
+            if isinstance(effect, dv.Write) and self._open(effect.outlet) is not None:
+                self.front.truth.wrote(effect.outlet, effect.data)
         for effect in effects:
             self._perform(effect)
         deadline = self.machine.deadline
@@ -86,9 +90,7 @@ class SimDelivery:
     def _perform(self, effect: dv.DeliveryEffect) -> None:
         match effect:
             case dv.Write(outlet, data):
-                connection = self.connections.get(outlet)
-                if connection is not None and connection.machine.open:
-                    self.front.truth.wrote(outlet, data)
+                if (connection := self._open(outlet)) is not None:
                     connection.write(data)
             case dv.Fetch():
                 self.front.spawn(self._fetch(effect))
@@ -103,6 +105,10 @@ class SimDelivery:
                 self._look_again.settle()
             case dv.Broken(outlet, error):
                 raise error
+
+    def _open(self, outlet: Outlet) -> SimConnection | None:
+        connection = self.connections.get(outlet)
+        return connection if connection is not None and connection.machine.open else None
 
     def _turn(self, outlet: Outlet) -> None:
         if outlet in self.connections:
@@ -127,6 +133,15 @@ class SimDelivery:
     def hint(self) -> None:
         self._look_again.settle()
 
+    def doubt(self) -> None:
+        """A commit of our own failed: it may be in the log all the same."""
+        self._sure_at = self._rounds + 2
+        self._look_again.settle()
+
+    @property
+    def in_doubt(self) -> bool:
+        return self._rounds < self._sure_at
+
     def caught_up(self) -> Work:
         wanted = self._rounds + 2  # the round under way may have looked before now
         while self._rounds < wanted:
@@ -148,6 +163,8 @@ class SimDelivery:
                 self._rounds += 1
                 over, self._round_over = self._round_over, self.world.pending()
                 over.settle()
+                if self.in_doubt:
+                    self._look_again.settle()
 
     def _follow_once(self) -> Work:
         log = self.disk.log

@@ -32,9 +32,10 @@ class SimIngest:
         bytes_max: int,
         committed: Callable[[list[Block]], None],
         anyone_for: Callable[[set[str]], set[str]],
+        failed: Callable[[], None],
     ):
         self.world, self.disk, self.life = world, disk, life
-        self._bytes_max, self._committed, self._anyone_for = bytes_max, committed, anyone_for
+        self._bytes_max, self._committed, self._anyone_for, self._failed = bytes_max, committed, anyone_for, failed
         self._open = OpenBatch()
         self._waiting: list[SimConnection] = []
         self._wake: Pending = world.pending()
@@ -121,3 +122,4 @@ class SimIngest:
             done(False)
         for connection, _ in batch.acks:
             connection.store_failed()
+        self._failed()

@@ -65,6 +65,7 @@ class SimFront:
             settings.batch_bytes_max,
             self.delivery.committed,
             self.delivery.machine.anyone_for,
+            self.delivery.doubt,
         )
         self.keeper = SimKeeper(self)
         self.sessions = SimSessions(self)

@@ -1,7 +1,7 @@
 """A simulated TCP connection: bytes in pieces, buffers that fill up, ends that vanish without a word.
 
-    client ──send──▶ on its way ──▶ server.data_received       unless the server has paused reading
-    client ◀──────── on its way ◀── buffer ◀──write── server   unless the client does not read, and its kernel is full
+client ──send──▶ on its way ──▶ server.data_received       unless the server has paused reading
+client ◀──────── on its way ◀── buffer ◀──write── server   unless the client does not read, and its kernel is full
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Socket:
     def __init__(self, world: World, client: ClientEnd, life: Life, *, high: int, seconds: float, piece: int):
         self.world, self.client, self.life = world, client, life
         self.server: ServerEnd
-        self._high, self._seconds, self._piece = high, seconds, piece
+        self._high, self._slow_seconds, self._small_piece = high, seconds, piece
         self.buffer = bytearray()
         """Written by the node and not taken by the client's kernel: the node's memory."""
         self._kernel = bytearray()
@@ -56,6 +56,14 @@ class Socket:
         self._client_eof = self._node_eof = False
         self._eof_heard = False
         self._moving_in = self._moving_out = False
+
+    @property
+    def _seconds(self) -> float:
+        return 0.001 if self.world.healing else self._slow_seconds
+
+    @property
+    def _piece(self) -> int:
+        return 8000 if self.world.healing else self._small_piece
 
     # -- the node's end ------------------------------------------------------------------------------------
 

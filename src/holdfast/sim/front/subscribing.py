@@ -49,7 +49,7 @@ class SimSubscribing:
 
     def _published_before(self) -> Work:
         yield self.front.ingest.drained()
-        if self.front.disk.shared:
+        if self.front.disk.shared or self.front.delivery.in_doubt:
             yield from self.front.delivery.caught_up()
 
     def _send_retained(self, connection: SimConnection, filters: list[str], asked_at: int) -> None:
@@ -63,9 +63,7 @@ class SimSubscribing:
         self, connection: SimConnection, session: Session, packet: p.Subscribe, request: p.FilterRequest
     ) -> Work:
         yield self.world.rng.random() * self.front.disk.seconds
-        subscription = Subscription(
-            request.filter, request.qos, identifier=packet.subscription_identifier, born="born"
-        )
+        subscription = Subscription(request.filter, request.qos, identifier=packet.subscription_identifier, born="born")
         session.subscriptions.shared[request.filter] = subscription
         if connection.session is session:
             self.front.lending.join(connection, session, request.filter, subscription)
@@ -113,11 +111,8 @@ class SimSubscribing:
             at = 0 if isinstance(start, Beginning) else head
             if isinstance(start, At) and start.every is not None:
                 at = min(start.every, head)
-            before = session.position(stream, heads)
             subscription.since[stream] = at
-            if at < before:
-                session.go_back(stream, at, heads, subscription.filter)
-                self.front.truth.went_back(session.client_id, stream, at, subscription.filter)
+            session.go_back(stream, at, heads, subscription.filter)
 
     def unsubscribe(self, connection: SimConnection, packet: p.Unsubscribe) -> Work:
         session = connection.session
