@@ -24,6 +24,7 @@ from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.properties import expiry_of
+from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sim.checkers import Violation
@@ -85,6 +86,7 @@ class Consumer:
     ever_done: set[Place] = field(default_factory=set)
     flushed: set[Place] = field(default_factory=set)
     ids: dict[int, Flight] = field(default_factory=dict)
+    before_crash: dict[int, Flight] = field(default_factory=dict)
     last: dict[Stream, int] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)
     """By publisher, the generation of what was sent last."""
@@ -99,6 +101,7 @@ class Consumer:
             part.clear()
         self.new_connection()
         self.ids.clear()
+        self.before_crash.clear()
 
     def new_connection(self) -> None:
         for part in (self.last, self.newest, self.owed, self.owed_at):
@@ -232,6 +235,14 @@ class Truth:
         if not present:
             consumer.forget()
 
+    def restored(self, session: Session) -> None:
+        """What a client that was away when the node died had not answered is known again."""
+        consumer = self.consumers[session.client_id]
+        for packet_id, _ in session.window:
+            if packet_id in consumer.before_crash:
+                consumer.ids[packet_id] = consumer.before_crash[packet_id]
+        consumer.before_crash.clear()
+
     def detached(self, client: str) -> None:
         consumer = self.consumers[client]
         consumer.new_connection()
@@ -249,7 +260,7 @@ class Truth:
             if session is not None and not session.durable:
                 consumer.forget()
             consumer.new_connection()
-            consumer.ids.clear()
+            consumer.before_crash, consumer.ids = {**consumer.before_crash, **consumer.ids}, {}
             consumer.done &= consumer.flushed
             consumer.asked = {**consumer.ending, **consumer.asked}
         self.loans.clear()
@@ -358,6 +369,8 @@ class Truth:
         if again:
             if flight is None or flight.place != place or not packet.dup:
                 self.fail("MQTT", f"{name} is sent packet {packet.packet_id} again, which is not under way")
+            if kind == "own" and place in consumer.done:
+                self.fail("acknowledged never again", f"{name} is sent {place} again under its packet id")
             return
         if flight is not None:
             self.fail("MQTT", f"packet id {packet.packet_id} is given to {name} while it is under way")

@@ -125,6 +125,7 @@ class SimSessions:
             session = yield self.front.keeper.call(lambda: self.front.keeper.restore(record, heads))
             self.stored.pop(client_id, None)
             self.known[client_id] = session
+            self.front.truth.restored(session)
         if session is not None:
             return session, True
         session = self.known[client_id] = Session(client_id, 0, epoch=0)

@@ -34,6 +34,8 @@ class SimSubscribing:
         yield from self._published_before()
         changed, retained = False, []
         for request in packet.filters:
+            if connection.session is not session:
+                return b"", _nothing
             changed = True
             if is_shared(request.filter):
                 yield from self._add_share(connection, session, packet, request)
@@ -41,7 +43,7 @@ class SimSubscribing:
                 retained.append(request.filter)
         if changed and session.durable:
             yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
-        for request in packet.filters:
+        for request in packet.filters if connection.session is session else ():
             truth.subscribed(session.client_id, request.filter)
         reasons = tuple(request.qos for request in packet.filters)
         answer = codec.encode_suback(p.Suback(packet.packet_id, reasons), connection.version)
@@ -96,6 +98,8 @@ class SimSubscribing:
                 truth.subscribing(client_id, subscription, asked_at, None)
             else:
                 yield self.world.rng.random() * self.front.disk.seconds
+                if connection.session is not session:
+                    return False
                 self._start_earlier(session, subscription, asked)
                 truth.subscribing(client_id, subscription, asked_at, dict(subscription.since))
         else:

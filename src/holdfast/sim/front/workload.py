@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast.errors import HoldfastError
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.mqtt import packets as p
-from holdfast.sim.front.checkers import Truth, Violation
+from holdfast.sim.checkers import Violation
+from holdfast.sim.front.checkers import Truth
 from holdfast.sim.front.clients import Client, Profile
 from holdfast.sim.front.disk import Disk
 from holdfast.sim.front.lending import Groups, policy_of
