@@ -257,6 +257,8 @@ class Delivery:
         self._hungry: deque[Reader] = deque()
         """Readers that have room and wait for a free thread."""
         self._fetching = 0
+        self._turn = 0
+        """Counts events: what was written in answer to this one, no socket has complained of yet."""
         self._again: deque[tuple[float, Reader]] = deque()
         """Readers whose read failed, and when to try again."""
         self.deadline = inf
@@ -265,6 +267,7 @@ class Delivery:
 
     def handle(self, event: DeliveryEvent, now: float) -> list[DeliveryEffect]:
         effects: list[DeliveryEffect] = []
+        self._turn += 1
         match event:
             case Committed(rows):
                 self._on_committed(rows, now, effects)
@@ -547,18 +550,7 @@ class Delivery:
             if outlet.agent is not None and outlet.agent.deadline <= now:
                 effects.append(AskClock(outlet))
                 return
-            out: list[bytes] = []
-            taken = outgoing.take(
-                out,
-                outlet.window_max,
-                self._settings.write_bytes,
-                outlet.version,
-                outlet.packet_max,
-                now + self.wall_ahead,
-            )
-            if out:
-                effects.append(Write(outlet, b"".join(out)))
-            more = taken >= self._settings.write_bytes
+            more = self._send(outlet, now, effects)
         if outlet.retained and not outlet.blocked and outgoing.rows < self._settings.retained_rows:
             more = True
         if more and not outlet.turn_asked:
@@ -568,6 +560,21 @@ class Delivery:
             effects.append(LoanNews(outlet))
         if outlet.waiting and outlet.reads < self._settings.reads_max:
             self._make_hungry(outlet)
+
+    def _send(self, outlet: Outlet, now: float, effects: list[DeliveryEffect]) -> bool:
+        """What the socket may be given in this turn, however many blocks come in it; whether that was used up."""
+        settings = self._settings
+        if outlet.turn != self._turn:
+            outlet.turn, outlet.turn_bytes = self._turn, 0
+        room = settings.write_bytes - outlet.turn_bytes
+        if room > 0:
+            out: list[bytes] = []
+            outlet.turn_bytes += outlet.session.outgoing.take(
+                out, outlet.window_max, room, outlet.version, outlet.packet_max, now + self.wall_ahead
+            )
+            if out:
+                effects.append(Write(outlet, b"".join(out)))
+        return outlet.turn_bytes >= settings.write_bytes
 
     def _take_retained(self, outlet: Outlet, now: float) -> None:
         text, selection = next(iter(outlet.retained.items()))

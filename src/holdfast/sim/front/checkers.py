@@ -252,7 +252,16 @@ class Truth:
         self.consumers[client].ids.pop(packet_id, None)
 
     def discarded(self, client: str) -> None:
-        self.consumers[client].forget()
+        """It is gone from the node, and not yet from the store: until then a restart may bring it back."""
+        consumer = self.consumers[client]
+        ending = {**consumer.ending, **consumer.asked}
+        consumer.forget()
+        for asked in ending.values():
+            asked.done_at = None
+        consumer.ending = ending
+
+    def discarded_for_good(self, client: str) -> None:
+        self.consumers[client].ending.clear()
 
     def crashed(self) -> None:
         for consumer in self.consumers.values():
@@ -269,6 +278,7 @@ class Truth:
         for consumer in self.consumers.values():
             consumer.new_connection()
             consumer.ids = {i: f for i, f in consumer.ids.items() if f.released or f.kind == "own"}
+            consumer.asked = {**consumer.ending, **consumer.asked}
         self.loans.clear()
 
     def started(self) -> None:

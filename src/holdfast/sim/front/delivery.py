@@ -58,8 +58,8 @@ class SimDelivery:
         effects = self.machine.handle(event, self.world.now)
         if moved is not None:
             self.front.truth.delivered_to(moved, before, self.heads.get(moved, 0))
-        for effect in effects:  # the machine has decided all of it: what it says of its loans counts on all its writes
-            if isinstance(effect, dv.Write) and self._open(effect.outlet) is not None:
+        for effect in effects:  # the machine has decided all of it: and what is not written is lost on its way
+            if isinstance(effect, dv.Write) and effect.outlet in self.connections:
                 self.front.truth.wrote(effect.outlet, effect.data)
         for effect in effects:
             self._perform(effect)

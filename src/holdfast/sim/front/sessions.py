@@ -216,6 +216,8 @@ class SimSessions:
             except StoreDown:
                 if only is None:
                     raise
+                return
+        self.front.truth.discarded_for_good(client_id)
 
     def _forget_stored(self, session: Session) -> Work:
         keeper = self.front.keeper
