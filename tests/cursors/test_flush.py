@@ -18,7 +18,8 @@ from holdfast.metadata import Metadata
 from holdfast.metadata.etcd import EtcdMetadata
 from holdfast.model import Batch, Stream
 from holdfast.mqtt.inbound import Inbound
-from holdfast.runtime.keeper import Keeper, SessionRecord, SubscriptionRecord, record_of
+from holdfast.runtime.keeper import Keeper
+from holdfast.sessions.records import SessionRecord, SubscriptionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription

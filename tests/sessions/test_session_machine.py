@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.cursors import Cursor
 from holdfast.keys import session_cursor_key
 from holdfast.model import Batch, Stream
-from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
+from holdfast.runtime.keeper import Keeper
 from holdfast.sessions.positions import StreamOrigin
+from holdfast.sessions.records import SessionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription

@@ -25,19 +25,24 @@ from holdfast.sessions.retained import RetainedMessages, Selection
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.shared import LoanFeed
 
-WRITE_BYTES = 256 << 10
-"""How much one outlet may send in one turn; then it is the others'."""
 
-RETAINED_ROWS = 500
-"""How many retained messages one outlet may queue in one turn."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeliverySettings:
+    """How much may be under way, for one client and in all."""
 
-READS_MAX = 2
-"""Reads under way for one outlet."""
-
-LOAN_ROWS = 1024
-"""Loans are read on only while fewer rows than this wait: they share what room there is."""
-
-READ_AGAIN_SECONDS = 0.5
+    pending_bytes_max: int = 1 << 20
+    """What may wait in memory for one client; beyond that it waits in the log."""
+    fetches_max: int = 2
+    """Reads of the log under way at a time."""
+    write_bytes: int = 256 << 10
+    """How much one outlet may send in one turn; then it is the others'."""
+    retained_rows: int = 500
+    """How many retained messages one outlet may queue in one turn."""
+    reads_max: int = 2
+    """Reads under way for one outlet."""
+    loan_rows: int = 1024
+    """Loans are read on only while fewer rows than this wait: they share what room there is."""
+    read_again_seconds: float = 0.5
 
 
 # ---------------------------------------------------------------------------------------------- events
@@ -230,11 +235,9 @@ DeliveryEffect = Write | NextTurn | Fetch | Follow | LoanNews | AskClock | Broke
 class Delivery:
     """All outlets of one node."""
 
-    def __init__(self, retained: RetainedMessages, pending_bytes_max: int, fetches_max: int):
+    def __init__(self, retained: RetainedMessages, settings: DeliverySettings):
         self.retained = retained
-        self._pending_bytes_max = pending_bytes_max
-        """What may wait in memory for one client; beyond that it waits in the log."""
-        self._fetches_max = fetches_max
+        self._settings = settings
         self.wall_ahead = 0.0
         """The wall clock minus the machine's: what messages expire by. The host keeps it true."""
         self.heads: dict[Stream, int] = {}
@@ -254,6 +257,8 @@ class Delivery:
         self._hungry: deque[Reader] = deque()
         """Readers that have room and wait for a free thread."""
         self._fetching = 0
+        self._turn = 0
+        """Counts events: what was written in answer to this one, no socket has complained of yet."""
         self._again: deque[tuple[float, Reader]] = deque()
         """Readers whose read failed, and when to try again."""
         self.deadline = inf
@@ -262,6 +267,7 @@ class Delivery:
 
     def handle(self, event: DeliveryEvent, now: float) -> list[DeliveryEffect]:
         effects: list[DeliveryEffect] = []
+        self._turn += 1
         match event:
             case Committed(rows):
                 self._on_committed(rows, now, effects)
@@ -441,7 +447,7 @@ class Delivery:
     ) -> None:
         try:
             # Retained messages come first: what is committed meanwhile waits in the log.
-            if not outlet.session.offer(rows, picks, self._pending_bytes_max, hold=bool(outlet.retained)):
+            if not outlet.session.offer(rows, picks, self._settings.pending_bytes_max, hold=bool(outlet.retained)):
                 self._consider(outlet.own)
             self._serve(outlet, now, effects)
         except Exception as error:  # the others must get theirs all the same
@@ -508,7 +514,7 @@ class Delivery:
     ) -> None:
         outlet, outgoing = reader.outlet, reader.outlet.session.outgoing
         try:
-            if outgoing.rows and outgoing.bytes > self._pending_bytes_max:
+            if outgoing.rows and outgoing.bytes > self._settings.pending_bytes_max:
                 reader.feed.pass_to(rows.offsets[0])  # what lies before did not concern it
                 self._consider(reader)
             else:
@@ -542,32 +548,41 @@ class Delivery:
         if not outlet.attached:
             return  # its session may have another outlet by now
         outgoing, more = outlet.session.outgoing, False
-        if outlet.retained and not outlet.blocked and outgoing.rows < RETAINED_ROWS:
+        if outlet.retained and not outlet.blocked and outgoing.rows < self._settings.retained_rows:
             self._take_retained(outlet, now)
         if outgoing.rows and not outlet.blocked:
             if outlet.agent is not None and outlet.agent.deadline <= now:
                 effects.append(AskClock(outlet))
                 return
-            out: list[bytes] = []
-            taken = outgoing.take(
-                out, outlet.window_max, WRITE_BYTES, outlet.version, outlet.packet_max, now + self.wall_ahead
-            )
-            if out:
-                effects.append(Write(outlet, b"".join(out)))
-            more = taken >= WRITE_BYTES
-        if outlet.retained and not outlet.blocked and outgoing.rows < RETAINED_ROWS:
+            more = self._send(outlet, now, effects)
+        if outlet.retained and not outlet.blocked and outgoing.rows < self._settings.retained_rows:
             more = True
         if more and not outlet.turn_asked:
             outlet.turn_asked = True
             effects.append(NextTurn(outlet))
         if outlet.loan_news:
             effects.append(LoanNews(outlet))
-        if outlet.waiting and outlet.reads < READS_MAX:
+        if outlet.waiting and outlet.reads < self._settings.reads_max:
             self._make_hungry(outlet)
+
+    def _send(self, outlet: Outlet, now: float, effects: list[DeliveryEffect]) -> bool:
+        """What the socket may be given in this turn, however many blocks come in it; whether that was used up."""
+        settings = self._settings
+        if outlet.turn != self._turn:
+            outlet.turn, outlet.turn_bytes = self._turn, 0
+        room = settings.write_bytes - outlet.turn_bytes
+        if room > 0:
+            out: list[bytes] = []
+            outlet.turn_bytes += outlet.session.outgoing.take(
+                out, outlet.window_max, room, outlet.version, outlet.packet_max, now + self.wall_ahead
+            )
+            if out:
+                effects.append(Write(outlet, b"".join(out)))
+        return outlet.turn_bytes >= settings.write_bytes
 
     def _take_retained(self, outlet: Outlet, now: float) -> None:
         text, selection = next(iter(outlet.retained.items()))
-        rows = selection.take(RETAINED_ROWS, self._pending_bytes_max, now + self.wall_ahead)
+        rows = selection.take(self._settings.retained_rows, self._settings.pending_bytes_max, now + self.wall_ahead)
         if rows is None:
             del outlet.retained[text]
         else:
@@ -576,9 +591,9 @@ class Delivery:
     def _make_hungry(self, outlet: Outlet) -> None:
         outgoing = outlet.session.outgoing
         for reader in list(outlet.waiting):
-            if outlet.reads >= READS_MAX or 2 * outgoing.bytes > self._pending_bytes_max:
+            if outlet.reads >= self._settings.reads_max or 2 * outgoing.bytes > self._settings.pending_bytes_max:
                 return
-            if outlet.retained if reader is outlet.own else outgoing.rows >= LOAN_ROWS:
+            if outlet.retained if reader is outlet.own else outgoing.rows >= self._settings.loan_rows:
                 continue
             del outlet.waiting[reader]
             move(reader, ReaderStatus.READING)
@@ -586,16 +601,16 @@ class Delivery:
             self._hungry.append(reader)
 
     def _fetch(self, effects: list[DeliveryEffect]) -> None:
-        while self._hungry and self._fetching < self._fetches_max:
+        while self._hungry and self._fetching < self._settings.fetches_max:
             reader = self._hungry.popleft()
             reader.request = reader.ask() if reader.status is ReaderStatus.READING else None
             if reader.request is None:
                 self._stop_reading(reader)
                 continue
             self._fetching += 1
-            room = self._pending_bytes_max - reader.outlet.session.outgoing.bytes
+            room = self._settings.pending_bytes_max - reader.outlet.session.outgoing.bytes
             effects.append(
-                Fetch(reader, reader.request, max(room // reader.outlet.reads, self._pending_bytes_max // 4))
+                Fetch(reader, reader.request, max(room // reader.outlet.reads, self._settings.pending_bytes_max // 4))
             )
 
     def _on_fetched(self, reader: Reader, found: Fetched, now: float, effects: list[DeliveryEffect]) -> None:
@@ -616,7 +631,7 @@ class Delivery:
     def _on_fetch_failed(self, reader: Reader, now: float) -> None:
         """It keeps its place among the reads until it is tried again: a store that is away is not asked in a circle."""
         self._fetching -= 1
-        self._again.append((now + READ_AGAIN_SECONDS, reader))
+        self._again.append((now + self._settings.read_again_seconds, reader))
         self.deadline = self._again[0][0]
 
     def _on_tick(self, now: float, effects: list[DeliveryEffect]) -> None:

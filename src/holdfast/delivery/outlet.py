@@ -25,7 +25,9 @@ class Outlet:
         "reads",
         "retained",
         "session",
+        "turn",
         "turn_asked",
+        "turn_bytes",
         "version",
         "waiting",
         "window_max",
@@ -53,6 +55,9 @@ class Outlet:
         """By filter: retained messages that a SUBSCRIBE is owed."""
         self.turn_asked = False
         """There is more to send than fits into one turn: the next one is asked for."""
+        self.turn = 0
+        self.turn_bytes = 0
+        """What was written in that turn."""
         self.agent: Machine | None = None
         """Of a session in shared groups: it must have seen the clock before anything that was lent goes out."""
 

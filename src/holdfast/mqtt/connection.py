@@ -26,15 +26,6 @@ from holdfast.mqtt.inbound import Inbound
 from holdfast.mqtt.reasons import Reason
 from holdfast.mqtt.wire import topic_name
 
-PACKETS_PER_TURN = 256
-"""Packets, other than plain publishes and acks, that one connection may have before the others get their turn."""
-
-LONG_WAY_BYTES = 256 << 10
-"""Publishes that the fast path left wait for a commit after this much of one connection."""
-
-HELD_BYTES = 64 << 10
-"""While parsing is held, more than this waits in the client's own buffers, not in ours."""
-
 NAME_BYTES_MAX = 512
 """Longer topics are not remembered: a few thousand of the longest would fill the memory."""
 
@@ -90,6 +81,12 @@ class ConnectionSettings:
     receive_maximum: int = 1000
     topic_alias_maximum: int = 10
     linger_seconds: float = 2.0
+    packets_per_turn: int = 256
+    """Packets, other than plain publishes and acks, that one connection may have before the others get their turn."""
+    long_way_bytes: int = 256 << 10
+    """Publishes that the fast path left wait for a commit after this much of one connection."""
+    held_bytes: int = 64 << 10
+    """While parsing is held, more than this waits in the client's own buffers, not in ours."""
 
 
 # ---------------------------------------------------------------------------------------------- events
@@ -170,6 +167,13 @@ class StoredOne:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredBefore:
+    """A QoS 2 publish that was sent again: what became of the first one is known by now."""
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFailed:
     """Publishes of this connection could not be stored: it must send them again."""
 
@@ -236,6 +240,7 @@ ConnectionEvent = (
     | RightsChanged
     | Stored
     | StoredOne
+    | StoredBefore
     | StoreFailed
     | Answered
     | Say
@@ -320,7 +325,7 @@ class PublishControl:
 class AfterCommit:
     """Give this event back when everything that was published before is durable, or refused."""
 
-    event: Say | StoredOne | Release
+    event: Say | StoredBefore | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +448,8 @@ class Connection:
                 self._on_stored(inbox, heard)
             case StoredOne(qos, packet_id, ok):
                 self._on_stored_one(qos, packet_id, ok, now)
+            case StoredBefore(packet_id):
+                self._on_stored_before(packet_id, now)
             case Tick():
                 self._on_tick(now)
             case SocketFull(full):
@@ -572,7 +579,7 @@ class Connection:
             self._close_at = now + self._settings.linger_seconds
 
     def _mind_reading(self) -> None:
-        held = bool(self.holds & _AT_ONCE) or (bool(self.holds) and self.waiting > HELD_BYTES)
+        held = bool(self.holds & _AT_ONCE) or (bool(self.holds) and self.waiting > self._settings.held_bytes)
         reading = not self._ended and (self.closed or not held)
         if reading != self._reading:
             self._reading = reading
@@ -619,7 +626,7 @@ class Connection:
                     self._effects.append(Publishes(inbox))
             if self._at >= end or self.closed:
                 break
-            if packets >= PACKETS_PER_TURN:
+            if packets >= self._settings.packets_per_turn:
                 self._hold(Hold.TURN)
                 self._effects.append(InNextTurn(Release(Hold.TURN)))
                 break
@@ -749,7 +756,7 @@ class Connection:
         if qos and not repeated:
             self._count(1)
         if repeated:
-            self._effects.append(AfterCommit(StoredOne(qos, packet_id, True)))
+            self._effects.append(AfterCommit(StoredBefore(packet_id)))
             return
         if qos == 2:
             self._inbound.take(packet_id)
@@ -759,7 +766,7 @@ class Connection:
     def _hold_back(self, size: int) -> None:
         """A client that sends faster than the log takes waits for what it sent; the fast path has its own way."""
         self._long_way += size + 64
-        if self._long_way > LONG_WAY_BYTES:
+        if self._long_way > self._settings.long_way_bytes:
             self._long_way = 0
             self._hold(Hold.COMMIT)
             self._effects.append(AfterCommit(Release(Hold.COMMIT)))
@@ -796,7 +803,17 @@ class Connection:
             return
         if qos == 1:
             self.under_way -= 1
-        self._write((b"\x40\x02" if qos == 1 else b"\x50\x02") + PACKET_IDS[packet_id])
+            self._write(b"\x40\x02" + PACKET_IDS[packet_id])
+        else:
+            self._inbound.stored(packet_id)
+            self._write(b"\x50\x02" + PACKET_IDS[packet_id])
+
+    def _on_stored_before(self, packet_id: int, now: float) -> None:
+        """Whether the batch it waited for was stored says nothing: the publish was in an earlier one."""
+        if self._inbound.is_stored(packet_id):
+            self._write(b"\x50\x02" + PACKET_IDS[packet_id])
+        else:
+            self._close(Reason.SERVER_BUSY, "publishes could not be stored", now)
 
     def _on_pubrel(self, packet: p.Pubrel) -> None:
         if self._inbound.release(packet.packet_id):

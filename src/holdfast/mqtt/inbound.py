@@ -6,32 +6,37 @@ from collections.abc import Iterable
 
 
 class Inbound:
-    """Packet ids between PUBLISH and PUBREL. Only the connection of the session changes them."""
+    """Packet ids between PUBLISH and PUBREL, and whether each is stored. Only connections of the session change them.
 
-    __slots__ = ("_ids",)
+    A client may come back and send a publish again while the first one is still on its way to the log.
+    """
+
+    __slots__ = ("_stored",)
 
     def __init__(self, packet_ids: Iterable[int] = ()):
-        self._ids = set(packet_ids)
+        self._stored = dict.fromkeys(packet_ids, True)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._stored)
 
     def __contains__(self, packet_id: int) -> bool:
-        return packet_id in self._ids
+        return packet_id in self._stored
 
     def ids(self) -> list[int]:
-        return sorted(self._ids)
+        """Of those that are stored: what becomes of the others nobody knows yet."""
+        return sorted(packet_id for packet_id, stored in self._stored.items() if stored)
 
-    def take(self, packet_id: int) -> bool:
-        """A PUBLISH has come; whether it is new."""
-        if packet_id in self._ids:
-            return False
-        self._ids.add(packet_id)
-        return True
+    def take(self, packet_id: int) -> None:
+        """A PUBLISH that is new has come."""
+        self._stored[packet_id] = False
+
+    def stored(self, packet_id: int) -> None:
+        if packet_id in self._stored:
+            self._stored[packet_id] = True
+
+    def is_stored(self, packet_id: int) -> bool:
+        return self._stored.get(packet_id, False)
 
     def release(self, packet_id: int) -> bool:
         """PUBREL, or the publish could not be stored; whether the id was known."""
-        if packet_id not in self._ids:
-            return False
-        self._ids.remove(packet_id)
-        return True
+        return self._stored.pop(packet_id, None) is not None

@@ -224,13 +224,7 @@ class Connection(asyncio.Protocol):
         self.handle(mc.Answered(effect.qos, effect.packet_id, reason, why))
 
     def _after_commit(self, effect: mc.AfterCommit) -> None:
-        def done(ok: bool) -> None:
-            event = effect.event
-            if isinstance(event, mc.StoredOne) and not ok:
-                event = mc.StoredOne(event.qos, event.packet_id, False)
-            self.handle(event)
-
-        self._front.ingest.in_turn(done)
+        self._front.ingest.in_turn(lambda _: self.handle(effect.event))
 
     def _acked(self, effect: mc.Acked) -> None:
         if self.session is None:

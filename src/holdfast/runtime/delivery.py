@@ -40,7 +40,8 @@ class DeliveryHost:
     def __init__(self, log: Log, retained: RetainedMessages, pending_bytes_max: int):
         self._log = log
         self.history = History(log)
-        self.machine = dv.Delivery(retained, pending_bytes_max, READERS)
+        settings = dv.DeliverySettings(pending_bytes_max=pending_bytes_max, fetches_max=READERS)
+        self.machine = dv.Delivery(retained, settings)
         self.on_streams_changed: Callable[[], None] = lambda: None
         self.on_loan_news: Callable[[Outlet], None] = lambda outlet: None
         self.ask_clock: Callable[[Outlet], None] = lambda outlet: None
@@ -50,6 +51,8 @@ class DeliveryHost:
         self._look_again = asyncio.Event()
         self._rounds = 0
         """How often the log's heads have been looked at and caught up with."""
+        self._sure_at = 0
+        """The round after which it is known whether a commit that failed is in the log all the same."""
         self._round_over = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._armed = inf
@@ -173,6 +176,15 @@ class DeliveryHost:
         """Somebody else appended (called on the loop's thread)."""
         self._look_again.set()
 
+    def doubt(self) -> None:
+        """A commit of our own failed: it may be in the log all the same, and nobody else will tell us."""
+        self._sure_at = self._rounds + 2  # the round under way may have looked before now
+        self._look_again.set()
+
+    @property
+    def in_doubt(self) -> bool:
+        return self._rounds < self._sure_at
+
     async def caught_up(self) -> None:
         """Everything that is in the log now has been delivered here, whichever process stored it."""
         wanted = self._rounds + 2  # the round under way may have looked before now
@@ -195,6 +207,8 @@ class DeliveryHost:
             else:
                 self._rounds += 1
                 self._round_over.set()
+                if self.in_doubt:
+                    self._look_again.set()
 
     async def _follow_once(self) -> None:
         loop = self._loop

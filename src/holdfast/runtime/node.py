@@ -210,6 +210,7 @@ class Node:
     def _commit_failed(self, error: Exception) -> None:
         self.failure = str(error)
         self.metrics.failed.inc()
+        self.delivery.doubt()
 
     # -- time ----------------------------------------------------------------------------------------------
 

@@ -20,11 +20,12 @@ from holdfast.mqtt.connection import Say
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.delivery import DeliveryHost, rows_of
-from holdfast.runtime.keeper import Keeper, SessionRecord, record_of
+from holdfast.runtime.keeper import Keeper
 from holdfast.runtime.notices import Gone, Notices, Resumed
 from holdfast.runtime.wills import Wills
 from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.positions import Gap, StreamOrigin
+from holdfast.sessions.records import SessionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.shared import LoanFeed
@@ -239,13 +240,14 @@ class Sessions:
             return
         session.positions.dirty.update(session.positions.behind)
         self._expire_later(client_id, time.time(), session.expiry_seconds)
-        self._spawn(self._save_away(session))
+        self._spawn(self._save_away(session, session.epoch))
 
-    async def _save_away(self, session: Session) -> None:
+    async def _save_away(self, session: Session, epoch: int) -> None:
         if self.known.get(session.client_id) is not session:
             return  # it has ended meanwhile: what was deleted must stay so
         await self._keeper.flush([session], self._delivery.heads)
-        if session.client_id not in self.connections and self.known.get(session.client_id) is session:
+        # Whoever is coming back has said so in the store: it is not to read that the client is away.
+        if session.epoch == epoch and self.known.get(session.client_id) is session:
             await self._keeper.save(record_of(session, connected=False, now=time.time()))
 
     async def _discard(self, client_id: str, only: Session | None = None) -> None:

@@ -28,7 +28,8 @@ from holdfast.runtime.connection import Connection
 from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.ingest import LOG, Ingest
-from holdfast.runtime.keeper import Keeper, record_of
+from holdfast.runtime.keeper import Keeper
+from holdfast.sessions.records import record_of
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.topics import too_deep
@@ -44,6 +45,9 @@ RECORD_BYTES_MAX = 900_000
 
 Answer = tuple[bytes, Callable[[], None]]
 """A SUBACK or UNSUBACK, and what follows it."""
+
+_Lake = dict[Stream, tuple[int, int]]
+"""By stream: where to start, and where it ends."""
 
 
 class Groups(Protocol):
@@ -101,6 +105,8 @@ class Subscribing:
         for at, request in enumerate(packet.filters):
             if at % 50 == 49:
                 await asyncio.sleep(0)  # a long packet must not keep the others waiting
+            if connection.session is not session:
+                return b"", _nothing  # it went meanwhile, and may be back: what it did not hear of it asks for again
             if (handler := self._control.handler(request.filter)) is not None:
                 reasons.append(handler.subscribe(connection, request.filter, start, key))
                 continue
@@ -126,7 +132,7 @@ class Subscribing:
 
     async def _published_before(self) -> None:
         await self._ingest.drained()
-        if self._shared_store:
+        if self._shared_store or self._delivery.in_doubt:
             await self._delivery.caught_up()
 
     def _send_retained(self, connection: Connection, filters: list[str]) -> None:
@@ -224,26 +230,33 @@ class Subscribing:
                 if not len(session.subscriptions):
                     session.positions.behind.clear()
             else:
-                await self._start_earlier(session, subscription, asked)
+                found = await self._find(asked, subscription)
+                if connection.session is not session:
+                    return False
+                self._start_earlier(session, subscription, asked, found)
         new = session.subscribe(subscription)
         if connection.session is session and connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
-    async def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
-        """Begin in the past: the session goes back, and its other subscriptions let what they had pass."""
+    async def _find(self, start: Start, subscription: Subscription) -> tuple[dict[Stream, int], _Lake]:
+        """Where a start lies in the store's streams and in those that only the lake still holds."""
         loop = asyncio.get_running_loop()
         await self._delivery.look_at_lake()
         asked = await loop.run_in_executor(None, self._log.positions, LOG, start, subscription.matcher)
         in_lake = await loop.run_in_executor(None, self._in_lake, start, dict(self._delivery.machine.lake))
-        # From here to the end of the caller nothing waits: nobody reads on for the session in between.
+        return asked, in_lake
+
+    def _start_earlier(
+        self, session: Session, subscription: Subscription, start: Start, found: tuple[dict[Stream, int], _Lake]
+    ) -> None:
+        """Begin in the past: the session goes back, and its other subscriptions let what they had pass."""
+        asked, in_lake = found
         heads = self._delivery.heads
         for stream, head in heads.items():
             at = asked.get(stream, head if not isinstance(start, Beginning) else 0)
-            before = session.position(stream, heads)
             subscription.since[stream] = at
-            if at < before:
-                session.go_back(stream, at, heads, subscription.filter)
+            session.go_back(stream, at, heads, subscription.filter)
         for stream, (at, end) in in_lake.items():
             subscription.since[stream] = at
             if at < end:
@@ -252,7 +265,7 @@ class Subscribing:
                         other.since.setdefault(stream, end)
                 session.positions.behind[stream] = at
 
-    def _in_lake(self, start: Start, lake: dict[Stream, int]) -> dict[Stream, tuple[int, int]]:
+    def _in_lake(self, start: Start, lake: dict[Stream, int]) -> _Lake:
         """Where a start lies in the streams that only the lake still holds, and where those end (on a thread)."""
         history = self._delivery.history
         found = {}

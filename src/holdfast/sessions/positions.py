@@ -95,6 +95,14 @@ class Positions:
         self.behind[stream] = past
         self.dirty.add(stream)
 
+    def go_back(self, stream: Stream, at: int, wanted: str) -> None:
+        """Read from here again; what the one filter had acknowledged is wanted once more."""
+        self.behind[stream] = at
+        if (cursors := self.acked.get(stream)) is not None:
+            cursors.pop(wanted, None)
+            if not cursors:
+                del self.acked[stream]
+
     def lost(self, stream: Stream) -> None:
         """It is gone, and nothing more can be read of it."""
         self.behind.pop(stream, None)

@@ -59,7 +59,12 @@ class Session:
         return gone
 
     def go_back(self, stream: Stream, at: int, heads: Mapping[Stream, int], wanted: str) -> None:
-        """Read this stream again from here, for the one filter; the others have had what comes before."""
+        """Read this stream again from here, for the one filter; the others have had what comes before.
+
+        What waits was chosen for the others: it is read again too, from the first of it on.
+        """
+        if at >= self.positions.behind.get(stream, heads.get(stream, 0)):
+            return  # nothing of it has been read
         before = self.position(stream, heads)
         under_way = self.window.offsets_of(self.positions.origin(stream))
         for subscription in self.subscriptions:
@@ -67,8 +72,7 @@ class Session:
                 since = subscription.since.get(stream, 0)
                 subscription.since[stream] = max(since, before)
                 subscription.carried.setdefault(stream, set()).update(o for o in under_way if o >= since)
-        self.positions.behind[stream] = at
-        self.positions.acked.pop(stream, None)
+        self.positions.go_back(stream, min(at, before), wanted)
         self.outgoing.keep(lambda rows, _: rows.stream != stream)
 
     # -- feeding -----------------------------------------------------------------------------------------

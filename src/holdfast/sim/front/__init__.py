@@ -1,0 +1,1 @@
+"""The path of a message under the simulator: connections, sessions, delivery and loans, in virtual time."""

@@ -1,0 +1,209 @@
+"""What outlives a node: the log as lists, retained messages, and a small metadata store; and how they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+from holdfast.delivery.readers import Fetched
+from holdfast.errors import HoldfastError
+from holdfast.log.contract import Retained
+from holdfast.metadata.contract import Lease, Metadata, Preconditions, VersionMismatch, Versions
+from holdfast.metadata.entries import Change, Entry, Put
+from holdfast.metadata.watch import Watch
+from holdfast.model import RETAIN, Batch, Stream
+from holdfast.sessions.positions import Gap
+from holdfast.sessions.rows import Rows
+from holdfast.sim.front.world import World
+from holdfast.topics import Wanted
+
+LOG = "messages"
+
+
+class StoreDown(HoldfastError):
+    """The simulated store does not answer."""
+
+
+class Row(NamedTuple):
+    """One message, and when the simulation saw it published."""
+
+    number: int
+    """Orders everything that was published or subscribed to."""
+    topic: str
+    payload: bytes
+    publisher: str
+    flags: int
+    properties: bytes | None
+    micros: int = 0
+
+
+class Block(NamedTuple):
+    """Where one append put its rows."""
+
+    stream: Stream
+    base: int
+    rows: list[Row]
+
+
+class SimLog:
+    """Streams as lists."""
+
+    def __init__(self, shards: int):
+        self.streams: dict[Stream, list[Row]] = {}
+        self.blocks: dict[Stream, list[int]] = {}
+        """Where each block of a stream begins."""
+        self.sealed: set[Stream] = set()
+        self.retained: dict[str, Retained] = {}
+        self.generation, self.shards = 0, shards
+        self.on_append: Callable[[Block], None] = lambda block: None
+        self.on_change: Callable[[bool], None] = lambda ours: None
+        self.open_generation(shards)
+
+    def open_generation(self, shards: int) -> None:
+        self.sealed.update(self.streams)
+        self.generation, self.shards = self.generation + 1, shards
+        for shard in range(shards):
+            self.streams[Stream(LOG, shard, self.generation)] = []
+            self.blocks[Stream(LOG, shard, self.generation)] = []
+
+    def drop_oldest(self) -> list[Stream]:
+        oldest = min(stream.generation for stream in self.streams)
+        gone = [s for s in self.streams if s.generation == oldest and s in self.sealed]
+        for stream in gone:
+            del self.streams[stream], self.blocks[stream]
+            self.sealed.discard(stream)
+        return gone
+
+    def shard_of(self, publisher: str) -> int:
+        return crc32(publisher.encode()) % self.shards
+
+    def append(self, rows: Sequence[Row], now: float, *, ours: bool) -> list[Block]:
+        """All of it, in order, each row to its publisher's shard."""
+        micros = round(now * 1e6)
+        placed: dict[int, list[Row]] = {}
+        for row in rows:
+            stored = row._replace(micros=micros)
+            placed.setdefault(self.shard_of(row.publisher), []).append(stored)
+            if row.flags & RETAIN:
+                self.retained.pop(row.topic, None)
+                if row.payload:
+                    self.retained[row.topic] = Retained(
+                        row.topic, row.payload, row.publisher, row.flags, row.properties, micros
+                    )
+        found = []
+        for shard, mine in placed.items():
+            stream = Stream(LOG, shard, self.generation)
+            block = Block(stream, len(self.streams[stream]), mine)
+            self.blocks[stream].append(block.base)
+            self.streams[stream] += mine
+            self.on_append(block)
+            found.append(block)
+        self.on_change(ours)
+        return found
+
+    def read(self, stream: Stream, at: int, until: int | None, wanted: Wanted | None, bytes_max: int) -> Fetched:
+        """As a log reads: matching rows block by block, at least one, up to a limit."""
+        rows = self.streams.get(stream)
+        if rows is None:
+            return Fetched(-1, (), (Gap(str(stream), at, None, "dropped by retention", 0.0),))
+        end = len(rows) if until is None else min(until, len(rows))
+        bases = {base for base in self.blocks[stream] if base > at}
+        chunks: list[list[int]] = [[]]
+        size = 0
+        while at < end and size < bytes_max:
+            if at in bases and chunks[-1]:
+                chunks.append([])
+            if wanted is None or wanted.matches(rows[at].topic):
+                chunks[-1].append(at)
+                size += len(rows[at].payload) + 64
+            at += 1
+        return Fetched(at, [rows_at(stream, offsets, rows) for offsets in chunks if offsets])
+
+
+def rows_at(stream: Stream, offsets: Sequence[int], rows: Sequence[Row]) -> Rows:
+    found = [rows[offset] for offset in offsets]
+    if len(offsets) == offsets[-1] + 1 - offsets[0]:
+        offsets = range(offsets[0], offsets[-1] + 1)
+    return Rows(stream, offsets, columns(found), [row.micros for row in found])
+
+
+def columns(rows: Sequence[Row]) -> Batch:
+    properties = [row.properties for row in rows]
+    publishers = {row.publisher for row in rows}
+    return Batch(
+        topics=[row.topic for row in rows],
+        payloads=[row.payload for row in rows],
+        publishers=publishers.pop() if len(publishers) == 1 else [row.publisher for row in rows],
+        flags=[row.flags for row in rows],
+        properties=properties if any(properties) else None,
+    )
+
+
+class SimMetadata(Metadata):
+    """Keys with versions, and nothing else."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._version = 0
+
+    def get(self, key: str) -> Entry | None:
+        return self.entries.get(key)
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        return {key: entry for key, entry in sorted(self.entries.items()) if key.startswith(prefix)}
+
+    def _commit(self, changes: Sequence[Change], preconditions: Preconditions) -> Versions | VersionMismatch:
+        for key, expected in preconditions.items():
+            entry = self.entries.get(key)
+            found = None if entry is None else entry.version
+            if found != expected:
+                return VersionMismatch(key, expected, found)
+        versions: Versions = []
+        for change in changes:
+            self._version += 1
+            if isinstance(change, Put):
+                self.entries[change.key] = Entry(change.value, self._version)
+                versions.append(self._version)
+            else:
+                versions.append(self._version if self.entries.pop(change.key, None) else None)
+        return versions
+
+    def watch(self, prefix: str, wake: Callable[[], None] | None = None) -> Watch:
+        raise NotImplementedError
+
+    def lease(self, ttl_seconds: float) -> Lease:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+    def _renew(self, lease: Lease) -> None: ...
+
+    def _revoke(self, lease: Lease) -> None: ...
+
+
+class Disk:
+    """Everything durable, how long it takes, and how it fails."""
+
+    def __init__(self, world: World, shards: int, *, shared: bool):
+        self.world = world
+        self.log = SimLog(shards)
+        self.metadata = SimMetadata()
+        self.shared = shared
+        """Other processes append to the same log."""
+        self.seconds = 0.01
+        """What an operation takes, at most."""
+        self.commit_seconds = 0.01
+        self.commit_fails = 0.0
+        self.commit_lies = 0.0
+        """Chance that a commit lands and is reported as failed."""
+        self.on_lie: Callable[[Sequence[Row]], None] = lambda rows: None
+        self.fetch_fails = 0.0
+        self.down_until = 0.0
+
+    @property
+    def down(self) -> bool:
+        return self.world.now < self.down_until and not self.world.healing
+
+    def fails(self, chance: float) -> bool:
+        return not self.world.healing and (self.down or self.world.chance(chance))

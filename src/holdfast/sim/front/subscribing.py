@@ -1,0 +1,154 @@
+"""SUBSCRIBE and UNSUBSCRIBE at the simulated node, as in `runtime.subscribing`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.delivery.delivery import RetainedOwed, Subscribed, Unsubscribed
+from holdfast.groups.shares import is_shared
+from holdfast.model import At, Beginning, Next, Start, parse_start
+from holdfast.mqtt import codec
+from holdfast.mqtt import packets as p
+from holdfast.sessions.records import record_of
+from holdfast.sessions.session import Session
+from holdfast.sessions.subscriptions import Subscription
+from holdfast.sim.front.world import Work
+
+if TYPE_CHECKING:
+    from holdfast.sim.front.connection import SimConnection
+    from holdfast.sim.front.node import SimFront
+
+START_PROPERTY = "holdfast-start"
+
+
+class SimSubscribing:
+    def __init__(self, front: SimFront):
+        self.front, self.world = front, front.world
+
+    def subscribe(self, connection: SimConnection, packet: p.Subscribe) -> Work:
+        session, truth = connection.session, self.front.truth
+        if session is None:
+            return b"", _nothing
+        asked_at = truth.number()
+        start = _start_of(packet)
+        yield from self._published_before()
+        changed, retained = False, []
+        for request in packet.filters:
+            if connection.session is not session:
+                return b"", _nothing
+            changed = True
+            if is_shared(request.filter):
+                yield from self._add_share(connection, session, packet, request)
+            elif (yield from self._add_subscription(connection, session, packet, request, start, asked_at)):
+                retained.append(request.filter)
+        if changed and session.durable:
+            yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
+        for request in packet.filters if connection.session is session else ():
+            truth.subscribed(session.client_id, request.filter)
+        reasons = tuple(request.qos for request in packet.filters)
+        answer = codec.encode_suback(p.Suback(packet.packet_id, reasons), connection.version)
+        return answer, lambda: self._send_retained(connection, retained, asked_at)
+
+    def _published_before(self) -> Work:
+        yield self.front.ingest.drained()
+        if self.front.disk.shared or self.front.delivery.in_doubt:
+            yield from self.front.delivery.caught_up()
+
+    def _send_retained(self, connection: SimConnection, filters: list[str], asked_at: int) -> None:
+        for text in filters:
+            if connection.outlet is not None:
+                selection = self.front.delivery.machine.retained.select(text)
+                self.front.truth.owes_retained(connection.outlet, text, asked_at)
+                self.front.delivery.handle(RetainedOwed(connection.outlet, text, selection))
+
+    def _add_share(
+        self, connection: SimConnection, session: Session, packet: p.Subscribe, request: p.FilterRequest
+    ) -> Work:
+        yield self.world.rng.random() * self.front.disk.seconds
+        subscription = Subscription(request.filter, request.qos, identifier=packet.subscription_identifier, born="born")
+        session.subscriptions.shared[request.filter] = subscription
+        if connection.session is session:
+            self.front.lending.join(connection, session, request.filter, subscription)
+
+    def _add_subscription(
+        self,
+        connection: SimConnection,
+        session: Session,
+        packet: p.Subscribe,
+        request: p.FilterRequest,
+        start: Start | None,
+        asked_at: int,
+    ) -> Work:
+        subscription = Subscription(
+            request.filter,
+            request.qos,
+            request.no_local,
+            request.retain_as_published,
+            request.retain_handling,
+            packet.subscription_identifier,
+        )
+        truth, client_id = self.front.truth, session.client_id
+        known = request.filter in session.subscriptions
+        if not known or start is not None:
+            asked = start or Next()
+            if isinstance(asked, Next):
+                subscription.since = dict(self.front.delivery.heads)
+                if not len(session.subscriptions):
+                    session.positions.behind.clear()
+                truth.subscribing(client_id, subscription, asked_at, None)
+            else:
+                yield self.world.rng.random() * self.front.disk.seconds
+                if connection.session is not session:
+                    return False
+                self._start_earlier(session, subscription, asked)
+                truth.subscribing(client_id, subscription, asked_at, dict(subscription.since))
+        else:
+            truth.changes(client_id, subscription)
+        new = session.subscribe(subscription)
+        if connection.session is session and connection.outlet is not None:
+            self.front.delivery.handle(Subscribed(connection.outlet, request.filter))
+        return request.retain_handling == 0 or (request.retain_handling == 1 and new)
+
+    def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
+        heads = self.front.delivery.heads
+        for stream, head in heads.items():
+            at = 0 if isinstance(start, Beginning) else head
+            if isinstance(start, At) and start.every is not None:
+                at = min(start.every, head)
+            subscription.since[stream] = at
+            session.go_back(stream, at, heads, subscription.filter)
+
+    def unsubscribe(self, connection: SimConnection, packet: p.Unsubscribe) -> Work:
+        session = connection.session
+        if session is None:
+            return b"", _nothing
+        reasons, gone = [], []
+        for filter_text in packet.filters:
+            found: Subscription | None
+            if is_shared(filter_text):
+                found = session.subscriptions.shared.pop(filter_text, None)
+                if found is not None:
+                    self.front.lending.unsubscribe(connection, filter_text)
+            else:
+                found = session.unsubscribe(filter_text)
+                self.front.truth.unsubscribed(session.client_id, filter_text)
+                if found is not None and connection.outlet is not None:
+                    self.front.delivery.handle(Unsubscribed(connection.outlet, filter_text))
+            if found is not None:
+                gone.append(filter_text)
+            reasons.append(0x00 if found is not None else 0x11)
+        if gone and session.durable:
+            yield from self.front.keeper.delete_cursors(session.client_id, gone, self.front.delivery.heads)
+            yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
+        self.front.truth.unsuback(session.client_id, packet.filters)
+        return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
+
+
+def _start_of(packet: p.Subscribe) -> Start | None:
+    for name, value in packet.properties.get("user_properties", []):
+        if name == START_PROPERTY:
+            return parse_start(value)
+    return None
+
+
+def _nothing() -> None: ...
