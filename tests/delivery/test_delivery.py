@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.delivery import delivery as dv
-from holdfast.delivery.delivery import Delivery
+from holdfast.delivery.delivery import Delivery, DeliverySettings
 from holdfast.delivery.outlet import Outlet
 from holdfast.delivery.readers import Fetched, ReaderStatus
 from holdfast.groups.protocol.effects import StartReading
@@ -30,7 +30,9 @@ class World:
 
     def __init__(self, retained: list[Retained] | None = None, fetches_max: int = 2):
         self.log: list[tuple[str, bytes]] = []
-        self.machine = Delivery(RetainedMessages(retained or []), PENDING, fetches_max)
+        self.machine = Delivery(
+            RetainedMessages(retained or []), DeliverySettings(pending_bytes_max=PENDING, fetches_max=fetches_max)
+        )
         self.machine.heads[S] = 0
         self.got: dict[Outlet, list[bytes]] = {}
         self.fetches: list[dv.Fetch] = []

@@ -211,7 +211,7 @@ def test_qos_2_is_taken_once_however_often_it_is_sent():
     (one,) = machine.handle(mc.Received(publish(qos=2, packet_id=5)), 0.0)
     assert isinstance(one, mc.PublishOne) and 5 in inbound
     (again,) = machine.handle(mc.Received(publish(qos=2, packet_id=5, dup=True)), 0.0)
-    assert again == mc.AfterCommit(mc.StoredOne(2, 5, True)), "not stored again; answered when the first one is durable"
+    assert again == mc.AfterCommit(mc.StoredBefore(5)), "not stored again; answered when the first one is durable"
     assert written(machine.handle(mc.StoredOne(2, 5, True), 0.0)) == b"\x50\x02\x00\x05"
     assert written(machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0)) == b"\x70\x02\x00\x05"
     assert written(machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0)) == b"\x70\x03\x00\x05\x92"
