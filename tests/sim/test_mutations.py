@@ -32,11 +32,13 @@ from holdfast.sim import run_seed
 SEEDS_MAX = 400
 
 NOTICED_BY: dict[str, int] = {
+    "only_the_first_value_of_a_progress_is_read": 2033,
+    "a_leader_that_cannot_save_does_not_wait_for_members": 443,
+    "a_leader_does_not_wait_for_progress": 448,
     "a_batch_member_trusts_its_leader_for_ever": 400,
     "a_borrower_trusts_its_leader_for_ever": 84,
     "an_ended_loan_starts_again": 76,
     "an_older_incarnation_is_taken_for_dead": 54,
-    "a_leader_does_not_wait_for_progress": 60,
     "lost_reports_are_not_repeated": 96,
     "a_new_life_brings_nothing_along": 55,
 }

@@ -327,13 +327,26 @@ def members(node: Node, group: str) -> dict[str, int]:
     return {each["session"]: each["streams"] for each in view["members"]}
 
 
+@pytest.mark.parametrize(
+    ("key", "of_three", "of_two"),
+    [("publisher", [2, 2, 2], [3, 3]), ("topic", [6, 6, 12], [12, 12]), ("message", [8, 8, 8], [12, 12])],
+)
 def test_two_mqtt_clients_and_a_query_share_a_group(
-    spark: SparkSession, node: Node, shared: Fleet, tmp_path: Path, soon: Soon
+    spark: SparkSession,
+    node: Node,
+    shared: Fleet,
+    tmp_path: Path,
+    soon: Soon,
+    key: Key,
+    of_three: list[int],
+    of_two: list[int],
 ) -> None:
-    group = "mixed:vehicle/#"
-    clients = [PahoClient(Dial(client_id=f"worker{n}", version=V5, port=node.mqtt_port)).connect() for n in (1, 2)]
+    """Six streams, whole or each in four slices."""
+    group = f"mixed-{key}:vehicle/#"
+    node.post("/api/v1/groups", {"name": f"mixed-{key}", "filter": "vehicle/#", "key": key})
+    clients = [PahoClient(Dial(client_id=f"{key}{n}", version=V5, port=node.mqtt_port)).connect() for n in (1, 2)]
     for client in clients:
-        client.subscribe("$share/mixed/vehicle/#")
+        client.subscribe(f"$share/mixed-{key}/vehicle/#")
     read: list[int] = []
 
     def keep(frame: Any, _: int) -> None:
@@ -342,7 +355,7 @@ def test_two_mqtt_clients_and_a_query_share_a_group(
     writer = stream(spark, node, shared.url, group=group).writeStream.foreachBatch(keep)
     query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     try:
-        soon(lambda: sorted(members(node, group).values()) == [2, 2, 2], 60)
+        soon(lambda: sorted(members(node, group).values()) == of_three, 60)
         first = shared.count
         got: list[list[int]] = [[], []]
 
@@ -361,7 +374,7 @@ def test_two_mqtt_clients_and_a_query_share_a_group(
         soon(lambda: node.get(f"/api/v1/groups/{quote(group, safe='')}")["lag"] == 0, 10)
         query.stop()
         # At once, not after a timeout: it said good-bye.
-        soon(lambda: sorted(members(node, group).values()) == [3, 3], 4)
+        soon(lambda: sorted(members(node, group).values()) == of_two, 4)
         shared.publish(120)
         soon(everything, 60)
         assert sorted(got[0] + got[1] + read) == list(range(first, shared.count))
