@@ -202,16 +202,6 @@ def a_claim_that_could_not_be_given_back_stands_for_ever(patch: Patch) -> None:
 
 
 @mutation
-def a_leader_says_that_nothing_is_lent_before_all_is_saved(patch: Patch) -> None:
-    def change(original: Any, self: Any, now: float) -> Any:
-        if self.record and self.record.lent:
-            self._write(replace(self.record, lent=False), now)
-        return original(self, now)
-
-    wrap(patch, Leader, "_go", change)
-
-
-@mutation
 def only_the_first_value_of_a_progress_is_read(patch: Patch) -> None:
     patch.setattr(StreamProgress, "add", lambda self, part: None)
 
