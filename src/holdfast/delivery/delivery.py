@@ -384,6 +384,11 @@ class Delivery:
             self._early.setdefault(stream, {})[base] = rows
             effects.append(Follow())
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Blocks of our own are stored and not delivered yet: others' blocks, or news of their stream, come first."""
+        return bool(self._early)
+
     def next_early(self, stream: Stream, past: int) -> int:
         """How far a stream must be read from the log before blocks of our own go on."""
         at = self.heads.get(stream, 0)

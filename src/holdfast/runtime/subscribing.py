@@ -125,7 +125,7 @@ class Subscribing:
 
     async def _published_before(self) -> None:
         await self._ingest.drained()
-        if self._shared_store or self._delivery.in_doubt:
+        if self._shared_store or self._delivery.in_doubt or self._delivery.machine.waits_for_others:
             await self._delivery.caught_up()
 
     def _send_retained(self, connection: Connection, filters: list[str]) -> None:

@@ -51,8 +51,9 @@ class SimSubscribing:
 
     def _published_before(self) -> Work:
         yield self.front.ingest.drained()
-        if self.front.disk.shared or self.front.delivery.in_doubt:
-            yield from self.front.delivery.caught_up()
+        delivery = self.front.delivery
+        if self.front.disk.shared or delivery.in_doubt or delivery.machine.waits_for_others:
+            yield from delivery.caught_up()
 
     def _send_retained(self, connection: SimConnection, filters: list[str], asked_at: int) -> None:
         for text in filters:
