@@ -113,7 +113,9 @@ class Session:
         """The first offset that has not been sent."""
         found = self.positions.behind.get(stream)
         if found is None:
-            found = heads.get(stream, 0)
+            # A stream that came while the client is away is not known yet, and nothing of it has been sent.
+            came_since = not self.attached and stream.generation >= self.positions.generation
+            found = 0 if came_since else heads.get(stream, 0)
         waiting = self.outgoing.first_of(stream)
         return found if waiting is None else min(found, waiting)
 
@@ -124,9 +126,9 @@ class Session:
         """
         if not self.attached:
             return
-        self.attached = False
-        streams = {*heads, *self.positions.behind}
+        streams = dict.fromkeys((*heads, *self.positions.behind))
         self.positions.detach({stream: self.position(stream, heads) for stream in streams}, heads, sealed)
+        self.attached = False
         self.outgoing.clear()
         # What was lent went back to its group: only the group delivers it again.
         self.window.keep(lambda delivery: isinstance(delivery.origin, StreamOrigin | RetainedOrigin))
