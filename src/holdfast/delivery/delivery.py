@@ -359,7 +359,7 @@ class Delivery:
         outlet.retained.clear()
 
     def _on_streams(self, seen: StreamsSeen) -> None:
-        kept = set(seen.kept)
+        kept = dict.fromkeys(seen.kept)
         for stream in [s for s in self.heads if s not in kept]:
             del self.heads[stream]  # dropped by retention
             self.sealed.discard(stream)
@@ -420,7 +420,7 @@ class Delivery:
         """Offer a block to every live outlet that wants any of it."""
         topics, stream = rows.topics, rows.stream
         assert stream is not None
-        distinct = set(topics)
+        distinct = dict.fromkeys(topics)  # in order, so that the same commits give the same effects
         past = rows.offsets[-1] + 1
         self.heads[stream] = past
         self.retained.see(rows)
@@ -488,7 +488,7 @@ class Delivery:
     def _offer_loans(
         self,
         rows: Rows,
-        distinct: set[str],
+        distinct: Collection[str],
         loans: dict[str, list[LoanReader]],
         past: int,
         now: float,
