@@ -221,6 +221,9 @@ class Subscribing:
         new = session.subscribe(subscription)
         if connection.session is session and connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
+        if known and start is not None and session.durable:
+            # They only go forward, and say that it had what it wants again.
+            await self._keeper.delete_cursors(session.client_id, [request.filter], self._delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     async def _find(self, start: Start, subscription: Subscription) -> tuple[dict[Stream, int], _Lake]:

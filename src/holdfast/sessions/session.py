@@ -63,6 +63,7 @@ class Session:
 
         What waits was chosen for the others: it is read again too, from the first of it on.
         """
+        self.positions.forget_acked(stream, wanted)
         if at >= self.positions.behind.get(stream, heads.get(stream, 0)):
             return  # nothing of it has been read
         before = self.position(stream, heads)
@@ -72,7 +73,7 @@ class Session:
                 since = subscription.since.get(stream, 0)
                 subscription.since[stream] = max(since, before)
                 subscription.carried.setdefault(stream, set()).update(o for o in under_way if o >= since)
-        self.positions.go_back(stream, min(at, before), wanted)
+        self.positions.behind[stream] = min(at, before)
         self.outgoing.keep(lambda rows, _: rows.stream != stream)
 
     # -- feeding -----------------------------------------------------------------------------------------

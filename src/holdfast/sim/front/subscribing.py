@@ -108,6 +108,8 @@ class SimSubscribing:
         new = session.subscribe(subscription)
         if connection.session is session and connection.outlet is not None:
             self.front.delivery.handle(Subscribed(connection.outlet, request.filter))
+        if known and start is not None and session.durable:
+            yield from self.front.keeper.delete_cursors(client_id, [request.filter], self.front.delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
