@@ -361,7 +361,7 @@ class Delivery:
         outlet.retained.clear()
 
     def _on_streams(self, seen: StreamsSeen) -> None:
-        kept = set(seen.kept)
+        kept = dict.fromkeys(seen.kept)
         for stream in [s for s in self.heads if s not in kept]:
             del self.heads[stream]  # dropped by retention
             self.sealed.discard(stream)
@@ -385,6 +385,11 @@ class Delivery:
         elif base > head:
             self._early.setdefault(stream, {})[base] = rows
             effects.append(Follow())
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Blocks of our own are stored and not delivered yet: others' blocks, or news of their stream, come first."""
+        return bool(self._early)
 
     def next_early(self, stream: Stream, past: int) -> int:
         """How far a stream must be read from the log before blocks of our own go on."""
@@ -417,7 +422,7 @@ class Delivery:
         """Offer a block to every live outlet that wants any of it."""
         topics, stream = rows.topics, rows.stream
         assert stream is not None
-        distinct = set(topics)
+        distinct = dict.fromkeys(topics)  # in order, so that the same commits give the same effects
         past = rows.offsets[-1] + 1
         self.heads[stream] = past
         self.retained.see(rows)
@@ -485,7 +490,7 @@ class Delivery:
     def _offer_loans(
         self,
         rows: Rows,
-        distinct: set[str],
+        distinct: Collection[str],
         loans: dict[str, list[LoanReader]],
         past: int,
         now: float,

@@ -132,7 +132,7 @@ class Subscribing:
 
     async def _published_before(self) -> None:
         await self._ingest.drained()
-        if self._shared_store or self._delivery.in_doubt:
+        if self._shared_store or self._delivery.in_doubt or self._delivery.machine.waits_for_others:
             await self._delivery.caught_up()
 
     def _send_retained(self, connection: Connection, filters: list[str]) -> None:
@@ -237,6 +237,9 @@ class Subscribing:
         new = session.subscribe(subscription)
         if connection.session is session and connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
+        if known and start is not None and session.durable:
+            # They only go forward, and say that it had what it wants again.
+            await self._keeper.delete_cursors(session.client_id, [request.filter], self._delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     async def _find(self, start: Start, subscription: Subscription) -> tuple[dict[Stream, int], _Lake]:

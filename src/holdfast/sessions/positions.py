@@ -95,9 +95,8 @@ class Positions:
         self.behind[stream] = past
         self.dirty.add(stream)
 
-    def go_back(self, stream: Stream, at: int, wanted: str) -> None:
-        """Read from here again; what the one filter had acknowledged is wanted once more."""
-        self.behind[stream] = at
+    def forget_acked(self, stream: Stream, wanted: str) -> None:
+        """What this filter had acknowledged is wanted once more."""
         if (cursors := self.acked.get(stream)) is not None:
             cursors.pop(wanted, None)
             if not cursors:

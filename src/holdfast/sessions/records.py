@@ -34,6 +34,7 @@ class SubscriptionRecord(msgspec.Struct):
     retain_handling: int = 0
     identifier: int = 0
     since: dict[str, int] = {}
+    """Where it began, or the first it may not have had: the cursors know the rest."""
     born: str = ""
 
 
@@ -75,7 +76,7 @@ def record_of(session: Session, connected: bool, now: float, clean_stop: bool = 
                 retain_as_published=s.retain_as_published,
                 retain_handling=s.retain_handling,
                 identifier=s.identifier,
-                since={str(stream): at for stream, at in s.since.items()},
+                since={str(stream): min([at, *s.carried.get(stream, ())]) for stream, at in s.since.items()},
                 born=s.born,
             )
             for s in (*session.subscriptions, *session.subscriptions.shared.values())

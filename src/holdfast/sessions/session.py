@@ -63,6 +63,7 @@ class Session:
 
         What waits was chosen for the others: it is read again too, from the first of it on.
         """
+        self.positions.forget_acked(stream, wanted)
         if at >= self.positions.behind.get(stream, heads.get(stream, 0)):
             return  # nothing of it has been read
         before = self.position(stream, heads)
@@ -72,7 +73,7 @@ class Session:
                 since = subscription.since.get(stream, 0)
                 subscription.since[stream] = max(since, before)
                 subscription.carried.setdefault(stream, set()).update(o for o in under_way if o >= since)
-        self.positions.go_back(stream, min(at, before), wanted)
+        self.positions.behind[stream] = min(at, before)
         self.outgoing.keep(lambda rows, _: rows.stream != stream)
 
     # -- feeding -----------------------------------------------------------------------------------------
@@ -113,7 +114,9 @@ class Session:
         """The first offset that has not been sent."""
         found = self.positions.behind.get(stream)
         if found is None:
-            found = heads.get(stream, 0)
+            # A stream that came while the client is away is not known yet, and nothing of it has been sent.
+            came_since = not self.attached and stream.generation >= self.positions.generation
+            found = 0 if came_since else heads.get(stream, 0)
         waiting = self.outgoing.first_of(stream)
         return found if waiting is None else min(found, waiting)
 
@@ -124,9 +127,9 @@ class Session:
         """
         if not self.attached:
             return
-        self.attached = False
-        streams = {*heads, *self.positions.behind}
+        streams = dict.fromkeys((*heads, *self.positions.behind))
         self.positions.detach({stream: self.position(stream, heads) for stream in streams}, heads, sealed)
+        self.attached = False
         self.outgoing.clear()
         # What was lent goes back to its group, but for what MQTT wants to stay with this session.
         self.window.keep(lambda delivery: delivery.origin.stays)

@@ -69,7 +69,7 @@ class SubscriptionTable:
         """Add or replace; whether it is new."""
         old = self._own.get(subscription.filter)
         if old is not None and not subscription.since:
-            subscription.since = old.since
+            subscription.since, subscription.carried = old.since, old.carried
         self._own.set(subscription.filter, subscription)
         self._changed()
         return old is None

@@ -83,6 +83,9 @@ class Consumer:
     ending: dict[str, Asked] = field(default_factory=dict)
     """Unsubscribed, and not yet told so: a crash may bring them back."""
     done: set[Place] = field(default_factory=set)
+    """Acknowledged, as far as the node must know."""
+    had: set[Place] = field(default_factory=set)
+    """Acknowledged, since it was last asked for."""
     ever_done: set[Place] = field(default_factory=set)
     flushed: set[Place] = field(default_factory=set)
     ids: dict[int, Flight] = field(default_factory=dict)
@@ -96,8 +99,12 @@ class Consumer:
     """By filter and topic: retained messages that are to be sent."""
     owed_at: dict[str, int] = field(default_factory=dict)
 
+    def take(self, place: Place) -> None:
+        for part in (self.done, self.had, self.ever_done):
+            part.add(place)
+
     def forget(self) -> None:
-        for part in (self.asked, self.ending, self.done, self.ever_done, self.flushed):
+        for part in (self.asked, self.ending, self.done, self.had, self.ever_done, self.flushed):
             part.clear()
         self.new_connection()
         self.ids.clear()
@@ -193,8 +200,9 @@ class Truth:
         """What this filter matches from here on is delivered again."""
         matcher = subscription.matcher
         rows = self.disk.log.streams.get(stream, ())
-        past = {place for place in consumer.done if place[0] == stream and at <= place[1] < len(rows)}
+        past = {place for place in consumer.had if place[0] == stream and at <= place[1] < len(rows)}
         again = {place for place in past if matcher.matches(rows[place[1]].topic)}
+        consumer.had -= again
         consumer.done -= again
         consumer.flushed -= again
         consumer.last.pop(stream, None)
@@ -210,8 +218,8 @@ class Truth:
         asked = consumer.asked.pop(filter_text, None)
         if asked is not None:
             consumer.ending[filter_text] = asked
+        # What waits of its retained messages is still sent if another filter matches it.
         consumer.owed = {key: number for key, number in consumer.owed.items() if key[0] != filter_text}
-        consumer.owed_at.pop(filter_text, None)
 
     def unsuback(self, client: str, filters: Iterable[str]) -> None:
         for text in filters:
@@ -425,11 +433,10 @@ class Truth:
             self.fail(
                 "only what was asked for", f"{name} is sent {place} {row.topic}, subscribed to {[*consumer.asked]}"
             )
-        if qos > max((asked.subscription.qos for asked in meant), default=2):
+        if stream in self.disk.log.streams and qos > max((asked.subscription.qos for asked in meant), default=2):
             self.fail("MQTT", f"{name} is sent {place} with QoS {qos}")
         if not qos:
-            consumer.done.add(place)
-            consumer.ever_done.add(place)
+            consumer.take(place)
 
     def _sent_retained(self, consumer: Consumer, row: Row) -> None:
         filters = [text for text in consumer.owed_at if Subscription(text, 0).matcher.matches(row.topic)]
@@ -491,8 +498,7 @@ class Truth:
         if flight.place is None:
             return
         if flight.kind == "own":
-            consumer.done.add(flight.place)
-            consumer.ever_done.add(flight.place)
+            consumer.take(flight.place)
         elif flight.kind == "shared" and flight.feed in self.loans:
             self.group_done.setdefault(self.loans[flight.feed].id, set()).add(flight.place)
 
@@ -568,7 +574,7 @@ class Truth:
                     for offset, row in enumerate(rows):
                         place = (stream, offset)
                         if (
-                            place not in consumer.done
+                            place not in consumer.had
                             and self._is_due(asked, row, place)
                             and not self._excused(consumer, row, asked.subscription)
                         ):

@@ -191,15 +191,23 @@ class Disk:
         self.metadata = SimMetadata()
         self.shared = shared
         """Other processes append to the same log."""
-        self.seconds = 0.01
-        """What an operation takes, at most."""
-        self.commit_seconds = 0.01
+        self.slow_seconds = 0.01
+        """What an operation takes, at most, in bad weather."""
+        self.slow_commit_seconds = 0.01
         self.commit_fails = 0.0
         self.commit_lies = 0.0
         """Chance that a commit lands and is reported as failed."""
         self.on_lie: Callable[[Sequence[Row]], None] = lambda rows: None
         self.fetch_fails = 0.0
         self.down_until = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return min(self.slow_seconds, 0.005) if self.world.healing else self.slow_seconds
+
+    @property
+    def commit_seconds(self) -> float:
+        return min(self.slow_commit_seconds, 0.005) if self.world.healing else self.slow_commit_seconds
 
     @property
     def down(self) -> bool:

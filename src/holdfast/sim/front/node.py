@@ -115,10 +115,13 @@ class SimFront:
         yield self.ingest.drained()
         try:
             yield from self.sessions.save_all()
+            flushed = not any(s.positions.dirty for s in self.sessions.known.values() if s.durable)
         except StoreDown:
-            self.truth.crashed()
-        else:
+            flushed = False
+        if flushed:
             self.truth.stopped()
+        else:
+            self.truth.crashed()
         self.life.alive = False
         self._let_go()
 

@@ -51,8 +51,9 @@ class SimSubscribing:
 
     def _published_before(self) -> Work:
         yield self.front.ingest.drained()
-        if self.front.disk.shared or self.front.delivery.in_doubt:
-            yield from self.front.delivery.caught_up()
+        delivery = self.front.delivery
+        if self.front.disk.shared or delivery.in_doubt or delivery.machine.waits_for_others:
+            yield from delivery.caught_up()
 
     def _send_retained(self, connection: SimConnection, filters: list[str], asked_at: int) -> None:
         for text in filters:
@@ -107,6 +108,8 @@ class SimSubscribing:
         new = session.subscribe(subscription)
         if connection.session is session and connection.outlet is not None:
             self.front.delivery.handle(Subscribed(connection.outlet, request.filter))
+        if known and start is not None and session.durable:
+            yield from self.front.keeper.delete_cursors(client_id, [request.filter], self.front.delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:

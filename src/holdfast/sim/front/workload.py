@@ -51,8 +51,8 @@ class FrontWorkload:
 
     def _draw_faults(self) -> None:
         rng, disk = self.world.rng, self.disk
-        disk.seconds = rng.choice([0.001, 0.01, 0.1])
-        disk.commit_seconds = rng.choice([0.001, 0.01, 0.1])
+        disk.slow_seconds = rng.choice([0.001, 0.01, 0.1])
+        disk.slow_commit_seconds = rng.choice([0.001, 0.01, 0.1])
         disk.commit_fails = rng.choice([0.0, 0.0, 0.02, 0.1])
         disk.commit_lies = rng.choice([0.0, 0.0, 0.0, 0.03])
         disk.fetch_fails = rng.choice([0.0, 0.0, 0.1, 0.3])
