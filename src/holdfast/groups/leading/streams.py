@@ -102,6 +102,8 @@ class GroupStreams:
         """Cut anew whatever of it is not lent."""
         if self.progress[stream].cut(of, lent):
             self._unsaved.note(stream)
+            if self.finished(stream):
+                self.news = True  # what members brought of these very slices was all: the next generation's turn
 
     def note_attempts(self, piece: Piece, attempts: Iterable[tuple[int, int]]) -> None:
         if self.progress[piece.stream].note_attempts(piece, attempts):
