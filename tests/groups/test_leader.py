@@ -291,6 +291,21 @@ def test_where_the_shards_changed_the_whole_generation_comes_first() -> None:
     assert [g.piece for g in sent(tick(machine, 1.5), Grant)] == [piece(0, 2)]
 
 
+def test_a_stream_that_turns_out_to_be_finished_when_it_is_cut_makes_way() -> None:
+    """Members brought all of it, slice by slice, while it was in one piece: nobody else will say that it is done."""
+    infos = [StreamInfo(stream(0), 10), StreamInfo(stream(0, 2))]
+    machine = leader(infos=infos, record=GroupRecord(group=GROUP, born="b", paused=True))
+    for part, member in enumerate((A, B)):
+        carried = (Carried(Piece(stream(0), part, 2), COURSE, Mark(9)),)
+        machine.handle(wanted(member, 1.0, carried=carried), 1.0)
+    tick(machine, 2.0)
+    machine.handle(ask(SetPaused(False)), 2.0)
+    lent = sent(tick(machine, 2.5), Grant)
+    assert {(grant.piece, grant.member) for grant in lent} == {
+        (Piece(stream(0, 2), part, 2), member) for part, member in enumerate((A, B))
+    }
+
+
 def test_parallel_order_lends_all_at_once() -> None:
     infos = [StreamInfo(stream(0), 1), StreamInfo(stream(0, 2))]
     machine = leader(infos=infos, record=GroupRecord(group=GROUP, born="b", order="parallel"))
