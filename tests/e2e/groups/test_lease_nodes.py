@@ -7,6 +7,7 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from e2e.groups.conftest import LEASE_SECONDS, QUICK, TIMEOUT_SECONDS
+from e2e.groups.members import Publisher
 from holdfast.batch import BatchClient
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.nouns import GroupId, Mark, Piece
@@ -50,16 +51,19 @@ def test_members_on_both_nodes_and_one_node_dies(running: tuple[Node, Node], nam
         far = min(pieces(there))
         near = min(pieces(here))
         at, base = pieces(there)[far].offset, pieces(here)[near].offset
+        publisher = Publisher(running[0].mqtt_port, f"{name}-many", clients=64)
+        publisher.publish(f"{name}/x", 64 * 8)
+        publisher.close()
         there.ack(far, [(at + 1, at + 5)])
-        here.ack(near, [(base + 1, base + 1000)])
+        here.ack(near, [(base + 1, base + 20)])
         view = f"/api/v1/groups/{quote(group, safe='')}"
         until(lambda: {m["node"] for m in running[1].get(view)["members"]} == {node.node_id for node in running})
         # A node that is killed saves nothing more: what must survive it has to be stored before.
-        until(lambda: saved(running[0], group, near) >= base + 1000)
+        until(lambda: saved(running[0], group, near) >= base + 20)
         running[0].kill()
         until(lambda: len(pieces(there)) == SHARDS, LEASE_SECONDS + TIMEOUT_SECONDS + 15)
         assert pieces(there)[far] == Mark(at + 5)
-        assert pieces(there)[near].offset >= base + 1000
+        assert pieces(there)[near].offset >= base + 20
         assert pieces(here) == {}
         assert here.trouble is not None
         running[0].start()
