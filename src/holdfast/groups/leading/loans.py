@@ -80,7 +80,10 @@ class LoanBook:
 
     def oldest_number(self, member: MemberId) -> int:
         """Every loan of this member that has a smaller number is over."""
-        return min([entry.number for entry in self.by_member.get(member, {}).values()], default=self.next_number)
+        # Loans are lent in the order of their numbers, and a dictionary keeps the order in which they came.
+        for entry in self.by_member.get(member, {}).values():
+            return entry.number
+        return self.next_number
 
     def find(self, piece: Piece, member: MemberId, number: int) -> LoanEntry | None:
         """That very loan, if it is still in the book."""
