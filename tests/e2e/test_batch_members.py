@@ -14,6 +14,7 @@ import pytest
 import holdfast
 from e2e.clients import V5, V311, Client, Dial
 from e2e.conftest import Clients, durable
+from e2e.groups.members import Publisher
 from holdfast.batch import BatchClient
 from holdfast.groups.protocol import wire
 from holdfast.groups.protocol.messages import (
@@ -128,6 +129,14 @@ def shards(message: LeaseStreams | UpdateStreams) -> list[int]:
     return sorted(leased.piece.stream.shard for leased in message.streams)
 
 
+@pytest.fixture
+def messages(node: Node, name: str) -> None:
+    """Enough in every stream to acknowledge some."""
+    publisher = Publisher(node.mqtt_port, f"{name}-many", clients=64)
+    publisher.publish(f"{name}/x", 64 * 4)
+    publisher.close()
+
+
 def test_joining_gives_every_stream_under_a_version(join: Join, node: Node) -> None:
     member = join("a")
     assert member.granted == 0
@@ -163,6 +172,7 @@ def test_progress_that_cannot_be_is_not_believed(join: Join, node: Node) -> None
     assert "beyond the end" in node.logs()
 
 
+@pytest.mark.usefixtures("messages")
 def test_an_exchange_of_versions_gives_streams_to_a_newcomer(join: Join) -> None:
     one, two = join("a", start="beginning"), join("b")
     lease = one.joined()
@@ -224,6 +234,7 @@ def test_a_silent_member_loses_its_streams(join: Join) -> None:
     assert not silent.hears(Invalidate).deleted
 
 
+@pytest.mark.usefixtures("messages")
 def test_progress_outlives_the_member(join: Join) -> None:
     one = join("a", start="beginning")
     lease = one.joined()
@@ -236,6 +247,22 @@ def test_progress_outlives_the_member(join: Join) -> None:
     marks = {leased.piece: leased.mark for leased in join("b").joined().streams}
     assert marks[first.piece] == Mark(9, ((12, 14),))
     assert marks[lease.streams[1].piece] == Mark(2)
+
+
+@pytest.mark.usefixtures("messages")
+def test_what_does_not_exist_or_was_never_leased_cannot_be_acknowledged(join: Join) -> None:
+    one, two = join("a", start="beginning"), join("b")
+    lease = one.joined()
+    first, second = lease.streams[:2]
+    one.states(lease.version, report(first, lease.version, Mark(1 << 40)))
+    one.hears(RenewStreamLease)
+    two.say(LeaveGroup(two.id, NOWHERE, two.group, "", (Carried(second.piece, second.course, Mark(9)),)))
+    two.hears(LeftGroup)
+    one.say(LeaveGroup(one.id, NOWHERE, one.group, ""))
+    one.hears(LeftGroup)
+    marks = {leased.piece: leased.mark for leased in join("c").joined().streams}
+    assert 9 < marks[first.piece].offset < 100_000
+    assert marks[second.piece] == second.mark
 
 
 @pytest.mark.parametrize("start", ["beginning", None])

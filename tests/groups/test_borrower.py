@@ -25,7 +25,7 @@ from holdfast.groups.protocol.messages import (
     UpdateProgress,
 )
 from holdfast.groups.protocol.nouns import Loan, Mark
-from holdfast.machine import TICK
+from holdfast.machine import TICK, Address
 
 LOAN = Loan(A, piece(0), 1, COURSE)
 
@@ -209,6 +209,15 @@ def test_last_words_are_repeated_until_somebody_has_them() -> None:
     machine.handle(Closed(), 0.1)
     assert len(sent(tick(machine, 5.0), LeaveGroup)) >= 5
     assert machine.handle(LeftGroup(A), 5.1) == [Ended(A, GROUP)]
+
+
+def test_it_pings_a_leader_of_its_own_node_less_often() -> None:
+    near, far = borrower(), borrower()
+    for machine, node in ((near, "n2"), (far, "n1")):
+        machine.handle(TICK, 0.0)
+        machine.handle(LeaderConnectResponse(A, 7, Address(node, "leader", "g"), 0.0, 4.5), 0.0)
+    assert near.deadline == pytest.approx(3.15)
+    assert far.deadline == 2.0
 
 
 def test_last_words_end_some_day() -> None:

@@ -117,7 +117,9 @@ def test_a_leader_that_broke_down_is_followed_when_its_loans_have_ended() -> Non
     machine.handle(LeaseRenewed(3, 1.5), 1.5)
     machine.handle(TICK, 3.0)
     machine.handle(LeaseRenewed(3, 3.0), 3.0)
-    assert machine.handle(TICK, 4.5) == [RenewLease(3, 4.5), Resign(GROUP, 5), Claim(GROUP, 3)]
+    assert machine.handle(TICK, 4.5) == [RenewLease(3, 4.5)]
+    machine.handle(LeaseRenewed(3, 4.5), 4.5)
+    assert machine.handle(TICK, 6.0) == [RenewLease(3, 6.0), Resign(GROUP, 5), Claim(GROUP, 3)]
 
 
 def test_questions_outlive_a_store_that_is_away() -> None:

@@ -194,6 +194,16 @@ def test_it_promises_no_more_than_its_own_lease_allows() -> None:
     assert sent(machine.handle(ping(A, 11.2), 11.2), PingResponse)
 
 
+def test_a_member_of_its_own_node_is_good_for_longer_and_pings_less_often() -> None:
+    machine = Leader(GROUP, 7, "n2", LeaderSettings(), 4.5, 0.0)
+    machine.handle(TICK, 0.0)
+    machine.handle(Loaded(GroupRecord(group=GROUP, born="b")), 0.0)
+    [near] = sent(machine.handle(wanted(A, 0.0), 0.0), LeaderConnectResponse)
+    assert near.good_for_seconds == 4.5, "it falls silent only with this very process"
+    [batch] = [seat for seat in [machine._admit(find(B, 0.0), 0.0)] if seat]
+    assert machine._count_on(batch, 0.0) == 3.0, "a batch member is a client elsewhere"
+
+
 def test_a_deposed_leader_is_done() -> None:
     machine = leader(1)
     assert machine.handle(Deposed(), 1.0) == [Retire(GROUP, 7)]

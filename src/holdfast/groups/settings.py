@@ -81,4 +81,5 @@ class ElectionSettings:
     remember_seconds: float = 0.15
     """How long a registry believes that a leader is where it was last found."""
     cool_seconds: float = 3.5
-    """How long the claim of a leader that broke down is kept, so that what it lent has surely ended."""
+    """How long the claim of a leader that broke down is kept, so that what it lent has surely ended; not less than
+    `lease_seconds`."""

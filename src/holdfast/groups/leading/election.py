@@ -135,7 +135,8 @@ class Election:
             self._drop(candidacy)
             return [Resign(group, epoch)]
         self._move(candidacy, ClaimState.COOLING)
-        candidacy.resign_at = now + self.settings.cool_seconds
+        # Members elsewhere stop within the ping timeout, those of this node with its lease.
+        candidacy.resign_at = now + max(self.settings.cool_seconds, self.settings.lease_seconds)
         self._resign_at = min(self._resign_at, candidacy.resign_at)
         return []
 

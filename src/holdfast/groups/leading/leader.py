@@ -149,9 +149,14 @@ class Leader:
     # ------------------------------------------------------------------------------------ the door
 
     def handle(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
+        if type(event) is Ping and now < self.deadline and (quiet := self._on_quiet_ping(event, now)):
+            return quiet
         if self.phase is Phase.RETIRED:
             return []
-        if isinstance(event, Trusted):
+        if type(event) is Trusted:
+            if now < self._trusted_until <= event.until and not self._in_doubt:
+                self._trusted_until = event.until
+                return []
             self._on_trusted(event, now)
         if now >= self._trusted_until:
             effects = self._distrusted(event, now)
@@ -559,7 +564,10 @@ class Leader:
 
     def _count_on(self, seat: Seat, now: float) -> float:
         """How long the member may go on from when it asked; its seat is kept at least as long."""
-        good_for = min(self.settings.ping_timeout_seconds, self._trusted_until - now)
+        timeout = self.settings.ping_timeout_seconds
+        if seat.kind == BORROWER and seat.home.node == self.node:
+            timeout *= 2  # it falls silent only if this very process does: half the pings will do
+        good_for = min(timeout, self._trusted_until - now)
         seat.until = max(seat.until, now + good_for + self.settings.clock_margin_seconds)
         if seat.until < self._expire_at:
             self._expire_at = seat.until
@@ -578,6 +586,25 @@ class Leader:
         good_for = self._count_on(seat, now)
         oldest = self.book.oldest_number(ping.member)
         return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, kept))]
+
+    def _on_quiet_ping(self, ping: Ping, now: float) -> list[LeaderEffect] | None:
+        """What nearly all of them are: alive, and nothing new. Thousands of idle members cost little more than this."""
+        seat = self.seats.get(ping.member)
+        if (
+            seat is None
+            or seat.condemned
+            or ping.reports
+            or ping.carried
+            or ping.epoch != self.epoch
+            or ping.leaving != seat.leaving
+            or now >= self._trusted_until
+            or self.phase is not Phase.LEADING
+        ):
+            return None
+        # The deadline stays: a seat's time only grows, and who is late is looked for when the earliest would be.
+        good_for = self._count_on(seat, now)
+        oldest = self.book.oldest_number(ping.member)
+        return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, True))]
 
     def _refuse(self, message: Ping | UpdateStreamStates) -> list[LeaderEffect]:
         # While loading we know nobody, and must not send away those whom we are about to let in.

@@ -64,6 +64,8 @@ class Agent:
     def handle(self, event: AgentEvent, now: float) -> list[MemberEffect]:
         effects: list[MemberEffect] = []
         match event:
+            case PingResponse():
+                effects = self._on_message(event, now)
             case Tick():
                 for number in [n for n, borrower in self.borrowers.items() if borrower.deadline <= now]:
                     effects += self._drive(number, event, now)
@@ -79,7 +81,10 @@ class Agent:
                     effects += self._drive(number, event, now)
             case _:
                 effects = self._on_message(event, now)
-        self.deadline = min([borrower.deadline for borrower in self.borrowers.values()], default=inf)
+        self.deadline = inf
+        for borrower in self.borrowers.values():
+            if borrower.deadline < self.deadline:
+                self.deadline = borrower.deadline
         return effects
 
     def _on_subscribe(self, subscribe: JoinGroup, now: float) -> list[MemberEffect]:

@@ -218,13 +218,15 @@ class Borrower:
     def _ping(self, now: float) -> MemberEffect:
         """Carries what no answer has confirmed, so that news which got lost arrive all the same."""
         fresh = [held for held in self.loans.values() if held.confirmed != held.changes]
-        reports = tuple(held.report() for held in fresh)
         self._pinged = (now, {held.loan.piece: held.changes for held in fresh})
         self._ping_at = now + self.settings.ping_resend_seconds
+        reports: tuple[Report, ...] = ()
         if fresh:
             self._report_at, self._reported_at = inf, now
+            reports = tuple([held.report() for held in fresh])
         leaving = self.status is BorrowerStatus.UNSUBSCRIBING
-        return self._send(Ping(self.member, self._home, self.epoch, now, leaving, reports, self.memories.carried()))
+        carried = self.memories.carried() if self.memories else ()
+        return self._send(Ping(self.member, self._home, self.epoch, now, leaving, reports, carried))
 
     def _report_news(self, now: float) -> list[MemberEffect]:
         self._report_at, self._reported_at = inf, now
@@ -298,7 +300,11 @@ class Borrower:
             self._trusted_until = until
         if echo > self._answered:
             self._answered = echo
-            self._ping_at = echo + min(self.settings.ping_seconds, good_for_seconds * 0.7)
+            # A leader on this node cannot miss that we are gone, nor be lost on the way: within its time is enough.
+            near = self._leader is not None and self._leader.node == self.node
+            self._ping_at = echo + (
+                good_for_seconds * 0.7 if near else min(self.settings.ping_seconds, good_for_seconds * 0.7)
+            )
 
     def _on_invalidate(self, invalidate: Invalidate, now: float) -> list[MemberEffect]:
         if self._last_words_until is not None and not invalidate.deleted:
