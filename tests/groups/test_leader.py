@@ -382,6 +382,15 @@ def test_a_delete_that_cannot_be_saved_has_not_happened() -> None:
     assert kinds(tick(machine, 2.0)) == ["Save", "Invalidate", "Answer", "Retire"]
 
 
+def test_a_delete_that_is_saved_while_the_lease_is_in_doubt_is_said_once_it_stands() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine._trusted_until, machine.away = 4.0, True
+    assert kinds([*machine.handle(ask(DeleteGroup()), 2.0), *tick(machine, 2.1)]) == ["Save"]
+    assert machine.handle(Saved(), 4.5) == []
+    assert kinds(machine.handle(Trusted(9.0), 4.6)) == ["Invalidate", "Answer", "Retire"]
+
+
 def test_a_void_leader_looks_again_when_somebody_new_asks() -> None:
     machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
     machine.handle(TICK, 0.0)

@@ -384,7 +384,7 @@ class Leader:
         if effects:
             return effects
         if self.phase is Phase.DELETING:
-            return []
+            return self.unsaved.ready()  # it was saved while nobody knew whether the lease stands
         # Some of what is waited for may be saved already.
         return self._on_saved(now) if self.unsaved.empty else self._say_saved(now)
 
