@@ -157,15 +157,15 @@ def test_a_member_that_never_ends_a_revoke_is_sent_away() -> None:
     join(machine, B, 1.2)
     now = 1.3
     while now < 25.0:
-        effects = [*machine.handle(ping(A, now), now), *machine.handle(ping(B, now), now), *tick(machine, now)]
+        effects = [*tick(machine, now), *machine.handle(ping(A, now), now), *machine.handle(ping(B, now), now)]
         if sent(effects, Invalidate):
             break
         now += 0.5
     assert sent(effects, Invalidate) == [Invalidate(A)]
     assert 16.0 < now < 18.0, "the revoke's time, and twice the ping timeout"
     for later in (now + 2, now + 4):
-        machine.handle(ping(B, later), later)
         tick(machine, later)
+        machine.handle(ping(B, later), later)
     assert A not in machine.seats
 
 
@@ -392,6 +392,15 @@ def test_a_delete_that_cannot_be_saved_has_not_happened() -> None:
     assert kinds(tick(machine, 2.0)) == ["Save", "Invalidate", "Answer", "Retire"]
 
 
+def test_a_delete_that_is_saved_while_the_lease_is_in_doubt_is_said_once_it_stands() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine._trusted_until, machine.away = 4.0, True
+    assert kinds([*machine.handle(ask(DeleteGroup()), 2.0), *tick(machine, 2.1)]) == ["Save"]
+    assert machine.handle(Saved(), 4.5) == []
+    assert kinds(machine.handle(Trusted(9.0), 4.6)) == ["Invalidate", "Answer", "Retire"]
+
+
 def test_a_void_leader_looks_again_when_somebody_new_asks() -> None:
     machine = Leader(GROUP, 7, "n1", LeaderSettings(), 1e9, 0.0)
     machine.handle(TICK, 0.0)
@@ -576,6 +585,48 @@ def test_after_an_outage_it_waits_for_members_again() -> None:
     assert {lent.mark for lent in sent(tick(machine, 8.2), Grant)} == {Mark(9)}
 
 
+def deaf_leader() -> tuple[StoredLeader, Grant]:
+    """Of two members A is lent the only stream, and B waits."""
+    machine = leader(1, slices_max=1)
+    [lent] = accept(machine, join(machine, A, 1.0), 1.1)
+    join(machine, B, 1.1)
+    machine.handle(progress(A, lent, 3), 2.0)
+    return machine, lent
+
+
+def test_after_a_save_that_took_long_it_hears_its_members_before_it_lends_on() -> None:
+    """Nothing reaches a leader while it saves: the pings it has not heard are no silence of the members."""
+    machine, lent = deaf_leader()
+    machine.away = True
+    assert kinds(tick(machine, 3.1)) == ["Save"]
+    machine.away = False
+    effects = machine.handle(Saved(), 6.0) + tick(machine, 6.0)
+    effects += machine.handle(ping(A, 3.5, reports=(Report(lent.piece, lent.loan, Mark(9)),)), 6.0)
+    assert not sent(effects, Invalidate)
+    machine.handle(wanted(B, 6.0), 6.0)
+    assert not sent(tick(machine, 6.6), Grant)
+    assert owners(machine) == {piece(0): A}
+    assert machine.group_streams.progress[stream(0)].floor == 10
+
+
+def test_a_leader_that_stood_still_waits_for_what_members_bring() -> None:
+    machine, _ = deaf_leader()
+    tick(machine, 3.5)
+    effects = machine.handle(TICK, 6.0) + machine.handle(wanted(B._replace(life=2), 6.0), 6.0)
+    late = (Carried(piece(0), COURSE, Mark(9)),)
+    effects += tick(machine, 6.3) + machine.handle(wanted(A._replace(life=2), 6.3, carried=late), 6.3)
+    assert not sent(effects, Grant)
+    assert {grant.mark for grant in sent(tick(machine, 6.7), Grant)} == {Mark(9)}
+
+
+def test_who_stays_silent_after_that_loses_its_streams_all_the_same() -> None:
+    machine, _ = deaf_leader()
+    tick(machine, 3.5)
+    machine.handle(TICK, 6.0)
+    machine.handle(ping(B, 6.0), 6.0)
+    assert {(grant.member, grant.mark) for grant in sent(tick(machine, 7.0), Grant)} == {(B, Mark(3))}
+
+
 def test_a_batch_member_is_not_told_that_its_exchange_is_over_before_it_is_saved() -> None:
     machine = leader(2)
     effects = [*machine.handle(find(A, 1.0), 1.0), *tick(machine, 1.1)]
@@ -618,8 +669,9 @@ def test_a_seek_that_waits_too_long_for_its_loans_is_given_up() -> None:
     machine.handle(ask(Seek(()), good_for=2.0), 1.2)
     [revoke] = sent(tick(machine, 1.3), Revoke)[:1]
     for now in (2.0, 3.0, 4.0):
-        machine.handle(ping(A, now), now)
         tick(machine, now)
+        machine.handle(ping(A, now), now)
+    tick(machine, 4.1)
     effects = give_back(machine, revoke, 4.1, offset=3)
     assert machine.record.turn == 0
     assert [again.mark for again in sent(effects, Grant)] == [Mark(3)]

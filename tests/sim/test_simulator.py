@@ -38,6 +38,14 @@ def test_without_faults_nothing_is_delivered_twice() -> None:
         assert outcome.deliveries > 0
 
 
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+def test_saves_that_take_longer_than_members_wait_cost_no_acknowledgement(chance: float) -> None:
+    """While it saves, a leader hears neither its members nor that its lease was renewed."""
+    for seed in range(40):
+        outcome = run_seed(seed, faults=Faults(save_slow=chance))
+        assert outcome.failure is None, outcome.failure
+
+
 def test_a_failure_tells_its_story(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(Leader, "_merge_carried", lambda self, carried: True)
     failures = run_seeds(0, 60, failures_max=1)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+SLOW_SAVE_SECONDS = 4.4
+"""Within the lease: the leader that waits for it stays the leader."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
@@ -24,6 +27,8 @@ class Faults:
     clock_skew: float = 0.0
     """How much faster or slower than true a node's clock may run."""
     save_seconds: float = 0.01
+    save_slow: float = 0.0
+    """Chance that a save takes up to `SLOW_SAVE_SECONDS`: longer than members go unanswered without giving up."""
     save_fails: float = 0.0
     save_lies: float = 0.0
     """Chance that a save which landed is reported as failed."""

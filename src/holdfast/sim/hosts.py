@@ -52,6 +52,7 @@ from holdfast.groups.protocol.nouns import GroupId
 from holdfast.machine import TICK, Address, Machine, Send
 from holdfast.model import Stream
 from holdfast.sim.checkers import Truth
+from holdfast.sim.faults import SLOW_SAVE_SECONDS
 from holdfast.sim.story import describe
 from holdfast.sim.world import World
 
@@ -161,6 +162,8 @@ class Actor:
         if not world.healing:
             done.fails = not world.reaches_store(self.node.name) or world.rng.random() < faults.save_fails
         seconds = world.rng.random() * faults.save_seconds
+        if faults.save_slow and not world.healing and world.rng.random() < faults.save_slow:
+            seconds = world.rng.random() * SLOW_SAVE_SECONDS
         if done.fails:
             world.after(seconds + 0.1, self, done)
             return

@@ -2,7 +2,7 @@
 
     LOADING -> SETTLING <-> LEADING -> DELETING        SETTLING is left out where nothing was lent
        |  ^                   |                        and comes again after the lease was in doubt
-       v  |                   v
+       v  |                   v                        or the leader could not hear its members
        VOID  (no such group)  RETIRED  (another rules; from every phase)
 
 It leads only while it is *trusted*: until its node's lease, by its own clock and with a margin, ends. From then on
@@ -144,6 +144,8 @@ class Leader:
         self._load_at = now
         self._expire_at = self._place_at = self._settle_at = self._retire_at = inf
         self._settle_from = inf
+        self._heard_at = now
+        """When it last could hear; nothing reaches it while a save is under way, or its node stands still."""
         self.deadline = now
 
     # ------------------------------------------------------------------------------------ the door
@@ -158,6 +160,10 @@ class Leader:
                 self._trusted_until = event.until
                 return []
             self._on_trusted(event, now)
+        deaf_since = self._heard_at if isinstance(event, Saved | SaveFailed) else max(self._heard_at, self.deadline)
+        self._heard_at = now
+        if now - deaf_since > self.settings.clock_margin_seconds:
+            self._listen_again(now)
         if now >= self._trusted_until:
             effects = self._distrusted(event, now)
         else:
@@ -280,6 +286,23 @@ class Leader:
                 self._move(Phase.SETTLING)
             self._in_doubt = True
             self._settle(now)
+
+    def _listen_again(self, now: float) -> None:
+        """It could not hear for a while: what seems like silence of the members is its own.
+
+        Their pings, and what they have acknowledged, may be waiting to be heard. Those who were not answered for too
+        long have stopped, and come back with what they know. So nobody is unseated and nothing is lent on before that.
+        """
+        if self.phase not in (Phase.LEADING, Phase.SETTLING) or not self.seats:
+            return
+        if now < self._expire_at - 2 * self.settings.clock_margin_seconds:
+            return  # everybody trusts it still
+        for seat in self.seats.values():
+            seat.until = max(seat.until, now + self.settings.settle_seconds)
+        self._expire_at = min(seat.until for seat in self.seats.values())
+        if self.phase is Phase.LEADING:
+            self._move(Phase.SETTLING)
+        self._settle(now)
 
     def _while_deleting(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
         match event:
@@ -438,7 +461,7 @@ class Leader:
         if effects:
             return effects
         if self.phase is Phase.DELETING:
-            return []
+            return self.unsaved.ready()  # it was saved while nobody knew whether the lease stands
         # Some of what is waited for may be saved already.
         return self._on_saved(now) if self.unsaved.empty else self._say_saved(now)
 
