@@ -29,7 +29,7 @@ from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import MemberSettings
 from holdfast.sim import run_seed
 
-SEEDS_MAX = 400
+SEEDS_MAX = 2000
 
 NOTICED_BY: dict[str, int] = {
     "a_batch_member_trusts_its_leader_for_ever": 54,
