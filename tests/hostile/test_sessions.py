@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from e2e.raw import text
+from e2e.raw import packet, text
 from hostile.attack import Target, connect_packet, everything, reason, subscribe_packet, varint
 from processes import wait_for
 
@@ -99,11 +99,12 @@ def test_packet_id_zero_does_not_exist(target: Target, name: str, version: int, 
         assert reason(everything(raw.sock)) == (0x82 if version == 5 else None)
 
 
+@pytest.mark.parametrize("more", [b"", b"\xc0\x00" * 3], ids=["alone", "with-pings"])
 @pytest.mark.parametrize(
     ("qos", "answer"), [(1, 0x50), (1, 0x70), (2, 0x40), (2, 0x70)], ids=["1-rec", "1-comp", "2-ack", "2-comp"]
 )
 def test_the_wrong_acknowledgement_for_a_delivery(
-    target: Target, name: str, version: int, qos: int, answer: int
+    target: Target, name: str, version: int, qos: int, answer: int, more: bytes
 ) -> None:
     with target.unharmed(), target.connected(name, version) as raw:
         raw.subscribe(name, qos)
@@ -112,7 +113,7 @@ def test_the_wrong_acknowledgement_for_a_delivery(
         while first >> 4 != 3:
             first, body = raw.read()
         at = 2 + len(name)
-        raw.send(answer, body[at : at + 2])
+        raw.sock.sendall(packet(answer, body[at : at + 2]) + more)
         assert reason(everything(raw.sock)) == (0x82 if version == 5 else None)
 
 

@@ -48,6 +48,7 @@ class Connection(asyncio.Protocol):
         self.connected_at = 0.0
         self._shard = 0
         self._shard_generation = -1
+        self._may_send = True
         self._timer: asyncio.TimerHandle | None = None
         self._armed = inf
 
@@ -143,13 +144,15 @@ class Connection(asyncio.Protocol):
     # -- what the machine asks for: the socket -----------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        if not self.transport.is_closing():
+        # What the session makes of one packet may end the connection while later ones of the same chunk are performed.
+        if self._may_send and not self.transport.is_closing():
             self.transport.write(data)
 
     def _write(self, effect: mc.Write) -> None:
         self.write(effect.data)
 
     def _end_sending(self, _: mc.EndSending) -> None:
+        self._may_send = False
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:

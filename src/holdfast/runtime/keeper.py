@@ -27,6 +27,13 @@ T = TypeVar("T")
 TRANSACTION_BYTES = 1 << 20
 """etcd takes no larger ones."""
 
+AGAIN_SECONDS = 1.0
+"""A session that could not be deleted is tried again after this long."""
+
+
+def _cursor_keys(client_id: str, filters: list[str], heads: dict[Stream, int]) -> list[str]:
+    return [session_cursor_key(stream, client_id, text) for stream in heads for text in filters]
+
 
 class Keeper:
     """One thread that talks to the metadata store."""
@@ -39,6 +46,10 @@ class Keeper:
         self._pending: dict[str, bytes | None] = {}
         self._waiters: list[asyncio.Future[None]] = []
         self._writing = False
+        self._recorded: set[str] = set()
+        """Clients of whose sessions there is a record, for all we know."""
+        self._over: set[str] = set()
+        """Those of them whose sessions have ended: the record is to go."""
 
     async def call(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run on the keeper's thread, after what was asked for before."""
@@ -48,10 +59,48 @@ class Keeper:
 
     def save(self, record: SessionRecord) -> asyncio.Future[None]:
         """Resolved when it is durable; saves that come meanwhile go together."""
+        self._recorded.add(record.client_id)
+        self._over.discard(record.client_id)
         return self.put(session_key(record.client_id), msgspec.json.encode(record))
 
-    def remove(self, client_id: str) -> asyncio.Future[None]:
-        return self.put(session_key(client_id), None)
+    async def forget(self, client_id: str, filters: list[str], heads: dict[Stream, int]) -> None:
+        """The session is over: its record goes, and its cursors with it, if it has any.
+
+        What the store refuses is asked for again until it is done, or a session of that client begins.
+        """
+        if client_id not in self._recorded:
+            return
+        self._over.add(client_id)
+        keys = _cursor_keys(client_id, filters, heads)
+        try:
+            await self._forget(client_id, keys)
+        except HoldfastError:
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._forget_again, client_id, keys)
+            raise
+
+    def _forget(self, client_id: str, keys: list[str]) -> asyncio.Future[Any]:
+        # Both are asked for before anything waits: whatever a new session of that client stores comes after them.
+        removed = self.put(session_key(client_id), None)
+        deleted = asyncio.ensure_future(self.call(self.cursors.delete, keys)) if keys else removed
+        forgotten = asyncio.gather(removed, deleted)
+        forgotten.add_done_callback(lambda done: self._forgotten(client_id, done))
+        return forgotten
+
+    def _forgotten(self, client_id: str, done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and done.exception() is None and client_id in self._over:
+            self._over.remove(client_id)
+            self._recorded.discard(client_id)
+
+    def _forget_again(self, client_id: str, keys: list[str]) -> None:
+        if client_id not in self._over:
+            return
+
+        def again(done: asyncio.Future[Any]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                logger.warning("the session of %s is not deleted yet: %s", client_id, error)
+                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._forget_again, client_id, keys)
+
+        self._forget(client_id, keys).add_done_callback(again)
 
     def put(self, key: str, value: bytes | None) -> asyncio.Future[None]:
         """Store it, or delete it."""
@@ -104,6 +153,7 @@ class Keeper:
                 found.append(msgspec.json.decode(entry.value, type=SessionRecord))
             except msgspec.MsgspecError as error:
                 logger.error("the session at %s cannot be read and is left alone: %s", key, error)
+        self._recorded.update(record.client_id for record in found)
         return found
 
     # -- bringing a session back -------------------------------------------------------------------------
@@ -154,7 +204,7 @@ class Keeper:
         return len(settled)
 
     async def delete_cursors(self, client_id: str, filters: list[str], heads: dict[Stream, int]) -> None:
-        keys = [session_cursor_key(stream, client_id, f) for stream in heads for f in filters]
+        keys = _cursor_keys(client_id, filters, heads)
         if keys:
             await self.call(self.cursors.delete, keys)
 

@@ -120,7 +120,7 @@ class Sessions:
         if session.durable:
             await self._keeper.save(record_of(session, connected=True, now=time.time()))
         elif was_durable and present:
-            await self._forget_stored(session)
+            await self._keeper.forget(client_id, session.subscriptions.filters, self._delivery.heads)
         kept = self._wills.keep(connection, client_id, will, delay)
         try:
             if kept is not None:
@@ -236,7 +236,7 @@ class Sessions:
         if self.closing:
             return
         if not session.durable:
-            self._spawn(self._discard(client_id, only=session))
+            self._spawn(self._end(client_id, only=session))
             return
         session.positions.dirty.update(session.positions.behind)
         self._expire_later(client_id, time.time(), session.expiry_seconds)
@@ -248,7 +248,10 @@ class Sessions:
         await self._keeper.flush([session], self._delivery.heads)
         # Whoever is coming back has said so in the store: it is not to read that the client is away.
         if session.epoch == epoch and self.known.get(session.client_id) is session:
-            await self._keeper.save(record_of(session, connected=False, now=time.time()))
+            try:
+                await self._keeper.save(record_of(session, connected=False, now=time.time()))
+            except HoldfastError as error:  # what is stored says that it is connected, as if the node had been killed
+                logger.warning("that %s is away could not be stored: %s", session.client_id, error)
 
     async def _discard(self, client_id: str, only: Session | None = None) -> None:
         """The session ends: subscriptions, cursors and record go with it."""
@@ -264,14 +267,14 @@ class Sessions:
         for filter_text in filters:
             self._delivery.machine.away.remove(filter_text, client_id)
         self._wills.session_ended(client_id)
-        if record is not None or (session is not None and (session.durable or session.epoch > 1)):
-            await self._keeper.delete_cursors(client_id, filters, self._delivery.heads)
-            await self._keeper.remove(client_id)
+        await self._keeper.forget(client_id, filters, self._delivery.heads)
 
-    async def _forget_stored(self, session: Session) -> None:
-        """It was durable and is no longer."""
-        await self._keeper.delete_cursors(session.client_id, session.subscriptions.filters, self._delivery.heads)
-        await self._keeper.remove(session.client_id)
+    async def _end(self, client_id: str, only: Session | None = None) -> None:
+        """As `_discard`, where nobody waits for it: the keeper goes on trying."""
+        try:
+            await self._discard(client_id, only)
+        except HoldfastError as error:
+            logger.warning("the session of %s is over, but not deleted yet: %s", client_id, error)
 
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""
@@ -306,7 +309,7 @@ class Sessions:
         overdue = record is not None and record.disconnected_at + record.expiry_seconds <= time.time()
         left_again = any(entry[2] == client_id for entry in self._expiries)
         if overdue or (session is not None and not left_again):
-            await self._discard(client_id)
+            await self._end(client_id)
 
     async def flush(self) -> int:
         """Save the cursors that have moved; how many."""
