@@ -29,7 +29,10 @@ MAY_IMPORT = {
     "sessions": {"groups", "machine", "mqtt", "cursors", "log", "model", "errors", "topics"},
     "delivery": {"sessions", "mqtt", "machine", "model", "errors", "topics"},
     "auth": {"mqtt", "errors", "topics"},
-    "sim": {"groups", "machine", "cursors", "keys", "model", "errors", "topics"},
+    "sim": {
+        *("delivery", "sessions", "groups", "machine", "mqtt", "cursors"),
+        *("log", "metadata", "keys", "model", "errors", "topics"),
+    },
     "batch": {"groups", "machine", "mqtt", "cursors", "model", "errors", "topics", "jitter"},
     "spark": {"batch", "groups", "cursors", "store", "log", "keys", "model", "errors", "topics", "jitter"},
     "ops": {"groups", "log", "model", "errors", "topics"},

@@ -12,7 +12,7 @@ everything is delivered       once clients read and acknowledge again, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -139,6 +139,7 @@ class Truth:
         self.loans: dict[LoanFeed, Group] = {}
         self.deliveries = 0
         self.largest_block = 0
+        self.on_crash: Callable[[], None] = lambda: None
         disk.log.on_append = self.appended
 
     def number(self) -> int:
@@ -272,6 +273,7 @@ class Truth:
         self.consumers[client].ending.clear()
 
     def crashed(self) -> None:
+        self.on_crash()
         for consumer in self.consumers.values():
             session = self.front.sessions.known.get(consumer.name)
             if session is not None and not session.durable:

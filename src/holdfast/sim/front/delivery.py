@@ -11,7 +11,6 @@ from holdfast.delivery.outlet import Outlet
 from holdfast.delivery.readers import Fetched
 from holdfast.machine import TICK
 from holdfast.model import Stream
-from holdfast.mqtt.reasons import Reason
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.rows import Rows
 from holdfast.sim.front.disk import Block, StoreDown, columns
