@@ -23,6 +23,7 @@ from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import SubscriptionTable
 from holdfast.sessions.window import Window
 from holdfast.sim.front.delivery import SimDelivery
+from holdfast.sim.front.keeper import SimKeeper
 from holdfast.sim.front.runner import run_front_seed
 from holdfast.sim.front.sessions import SimSessions
 from holdfast.sim.front.subscribing import SimSubscribing
@@ -134,6 +135,40 @@ def new_streams_count_as_read_by_those_who_are_away(patch: Patch) -> None:
             self.attached = attached
 
     wrap(patch, Session, "position", change)
+
+
+@mutation
+def a_filter_goes_back_only_behind_what_waits(patch: Patch) -> None:
+    def change(original: Any, self: Any, stream: Any, at: int, heads: Any, wanted: str) -> None:
+        if at < self.position(stream, heads):
+            original(self, stream, at, heads, wanted)
+
+    wrap(patch, Session, "go_back", change)
+
+
+@mutation
+def what_was_under_way_is_forgotten_by_the_next_subscribe(patch: Patch) -> None:
+    def change(original: Any, self: Any, subscription: Any) -> Any:
+        new = original(self, subscription)
+        subscription.carried = {}
+        return new
+
+    wrap(patch, SubscriptionTable, "add", change)
+
+
+@mutation
+def what_is_asked_for_again_stays_acknowledged(patch: Patch) -> None:
+    patch.setattr(Positions, "forget_acked", lambda self, stream, wanted: None)
+
+
+@mutation
+def cursors_of_what_is_asked_for_again_stay(patch: Patch) -> None:
+    patch.setattr(SimKeeper, "delete_cursors", lambda self, client_id, filters, heads: iter(()))
+
+
+@mutation
+def packet_ids_begin_at_1_again(patch: Patch) -> None:
+    patch.setattr(Window, "begin_elsewhere", lambda self, number: None)
 
 
 # -- others ------------------------------------------------------------------------------------------------
