@@ -80,13 +80,14 @@ def serve(
 def sim(
     seeds: Annotated[str, typer.Option(help="FIRST:PAST, which seeds to run.")] = "0:200",
     seed: Annotated[int | None, typer.Option(help="Replay this one and print its story.")] = None,
+    world: Annotated[str | None, typer.Option(help="Only one world: groups, or front (a message's path).")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="With --seed: print every effect.")] = False,
 ) -> None:
-    """Run the group machines in virtual time through loss, crashes and partitions, one seed after the other."""
+    """Run the machines in virtual time through loss, crashes and partitions, one seed after the other."""
     from holdfast.sim.__main__ import main as run_sim
 
     arguments = ["--seeds", seeds] if seed is None else ["--seed", str(seed), *(["-v"] if verbose else [])]
-    sys.exit(run_sim(arguments))
+    sys.exit(run_sim(arguments + ([] if world is None else ["--world", world])))
 
 
 @log_app.command("ls")

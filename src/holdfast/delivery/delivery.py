@@ -43,6 +43,8 @@ class DeliverySettings:
     loan_rows: int = 1024
     """Loans are read on only while fewer rows than this wait: they share what room there is."""
     read_again_seconds: float = 0.5
+    early_bytes_max: int = 16 << 20
+    """What is kept of our own blocks that may not be delivered yet; beyond that they are read from the log."""
 
 
 # ---------------------------------------------------------------------------------------------- events
@@ -254,6 +256,9 @@ class Delivery:
         self._loan_filters: Counter[str] = Counter()
         self._early: dict[Stream, dict[int, Rows]] = {}
         """Our own blocks that came before other processes' blocks in front of them were read."""
+        self._early_bytes = 0
+        self._oldest_open: int | None = None
+        """The oldest generation that has not been delivered to its end; None: see anew."""
         self._hungry: deque[Reader] = deque()
         """Readers that have room and wait for a free thread."""
         self._fetching = 0
@@ -285,7 +290,7 @@ class Delivery:
             case Followed():
                 self._on_followed(event, now, effects)
             case StreamsSeen():
-                self._on_streams(event)
+                self._on_streams(event, now, effects)
             case Tick():
                 self._on_tick(now, effects)
             case _:
@@ -360,30 +365,44 @@ class Delivery:
         self._end(outlet.own)
         outlet.retained.clear()
 
-    def _on_streams(self, seen: StreamsSeen) -> None:
+    def _on_streams(self, seen: StreamsSeen, now: float, effects: list[DeliveryEffect]) -> None:
         kept = dict.fromkeys(seen.kept)
         for stream in [s for s in self.heads if s not in kept]:
             del self.heads[stream]  # dropped by retention
             self.sealed.discard(stream)
-            self._early.pop(stream, None)
+            for rows in self._early.pop(stream, {}).values():
+                self._early_bytes -= _size(rows)
         for stream in kept:
             self.heads.setdefault(stream, 0)
         # A stream is done with once it has been delivered to its end: whoever says `sealed` has seen to that.
         self.sealed.update(seen.sealed)
         self.lake = {stream: end for stream, end in seen.lake.items() if stream not in self.heads}
+        self._oldest_open = None
+        for stream in [stream for stream in self._early if self._may_go_on(stream)]:
+            self._deliver_early(stream, now, effects)
+
+    def _may_go_on(self, stream: Stream) -> bool:
+        """A publisher's messages keep their order across generations: the older ones are delivered to their ends."""
+        if self._oldest_open is None:
+            self._oldest_open = min(
+                (s.generation for s in self.heads if s not in self.sealed), default=stream.generation
+            )
+        return stream in self.heads and stream.generation <= self._oldest_open
 
     # --------------------------------------------------------------------------------------- committing
 
     def _on_committed(self, rows: Rows, now: float, effects: list[DeliveryEffect]) -> None:
         stream, base = rows.stream, rows.offsets[0]
         assert stream is not None
-        # Of a new generation: first what is left of the old one, which others may have added to.
         head = self.heads.get(stream, -1)
-        if base == head:
+        if base == head and self._may_go_on(stream):
             self._deliver(rows, now, effects)
             self._deliver_early(stream, now, effects)
-        elif base > head:
-            self._early.setdefault(stream, {})[base] = rows
+        elif base >= head:
+            # Others' blocks lie before it, or what is left of an older generation, which they may have added to.
+            if not self._early or self._early_bytes + _size(rows) <= self._settings.early_bytes_max:
+                self._early.setdefault(stream, {})[base] = rows
+                self._early_bytes += _size(rows)
             effects.append(Follow())
 
     @property
@@ -410,11 +429,12 @@ class Delivery:
         if early is None:
             return
         for base in [base for base in early if base < self.heads[stream]]:
-            del early[base]  # overtaken: it was read from the log
+            self._early_bytes -= _size(early.pop(base))  # overtaken: it was read from the log
         while early:
             rows = early.pop(self.heads[stream], None)
             if rows is None:
                 return
+            self._early_bytes -= _size(rows)
             self._deliver(rows, now, effects)
         self._early.pop(stream, None)
 
@@ -650,3 +670,7 @@ class Delivery:
     def _end(self, reader: Reader) -> None:
         reader.outlet.waiting.pop(reader, None)
         move(reader, ReaderStatus.OVER)
+
+
+def _size(rows: Rows) -> int:
+    return len(rows.topics) * rows.weight

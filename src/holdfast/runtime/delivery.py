@@ -219,10 +219,11 @@ class DeliveryHost:
             self.handle(dv.StreamsSeen([head.stream for head in heads], (), lake))
         for head in heads:
             await self._catch_up_with(head.stream, head.next_offset)
-        # Only now: a stream is done with once it has been delivered to its end.
-        if sealed := [head.stream for head in heads if head.sealed and head.stream not in self.machine.sealed]:
-            self.handle(dv.StreamsSeen([h.stream for h in heads], sealed, self.machine.lake))
-        if changed or sealed:
+            # Only now: a stream is done with once it has been delivered to its end; the next generation waits for that.
+            if head.sealed and head.stream not in self.machine.sealed:
+                changed = True
+                self.handle(dv.StreamsSeen([h.stream for h in heads], [head.stream], self.machine.lake))
+        if changed:
             self.on_streams_changed()
 
     async def _catch_up_with(self, stream: Stream, end: int) -> None:

@@ -115,10 +115,11 @@ def restore(record: SessionRecord, heads: Mapping[Stream, int], load: LoadCursor
         origin = session.positions.origin(Stream.parse(place)) if place else NOBODY
         session.window.restore(int(packet_id), Delivery(origin, offset, qos))
     session.positions.generation = max((s.generation for s in heads), default=0)
+    crashed = record.connected and not record.clean_stop
+    session.window.begin_elsewhere(record.epoch)
     if not len(session.subscriptions):
         return session
     _note_trimmed(session, heads, load)
-    crashed = record.connected and not record.clean_stop
     for stream, head in heads.items():
         _restore_stream(session, stream, head, crashed, load, unreadable)
     return session

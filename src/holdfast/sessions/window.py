@@ -110,6 +110,13 @@ class Window:
         """As it was when the session was stored."""
         self._in_flight[packet_id] = delivery
 
+    def begin_elsewhere(self, number: int) -> None:
+        """Nobody knows any more which ids the client still holds, so begin far from those of other numbers.
+
+        A client that has half of a QoS 2 delivery takes another message under its id for the same one.
+        """
+        self._last_id = number * 40_503 % PACKET_ID_MAX
+
     # -- what the client says ----------------------------------------------------------------------------
 
     def puback(self, packet_ids: Iterable[int], reason: int = 0) -> int | None:

@@ -1,38 +1,62 @@
-"""`python -m holdfast.sim --seeds 0:2000` runs seeds; `--seed N -v` replays one and prints what happened."""
+"""`python -m holdfast.sim --seeds 0:2000` runs seeds; `--seed N -v` replays one and prints what happened.
+
+There are two worlds: `groups`, the machines of shared groups, and `front`, the path of a message.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from collections.abc import Callable
 
-from holdfast.sim.runner import run_seed, run_seeds
+from holdfast.sim.front.runner import run_front_seed, run_front_seeds
+from holdfast.sim.runner import Failure, Outcome, run_seed, run_seeds
+
+RUN: dict[str, Callable[[int], Outcome]] = {
+    "groups": lambda seed: run_seed(seed, trace=True),
+    "front": lambda seed: run_front_seed(seed, trace=True),
+}
+RUN_MANY: dict[str, Callable[[int, int, Callable[[int, int], None]], list[Failure]]] = {
+    "groups": run_seeds,
+    "front": run_front_seeds,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m holdfast.sim", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FIRST:PAST", help="which seeds to run (default 0:200)")
     parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument("--world", choices=list(RUN), help="only this world (default: both)")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: print every effect")
     options = parser.parse_args(arguments)
+    worlds = [options.world] if options.world else list(RUN)
     if options.seed is not None:
-        outcome = run_seed(options.seed, trace=True)
-        print("\n".join(outcome.trace if options.verbose else outcome.trace[-60:]))
-        print(
-            outcome.failure or f"seed {options.seed}: clean, {outcome.deliveries} deliveries, {outcome.events} events"
-        )
-        return 1 if outcome.failure else 0
-    first, _, past = options.seeds.partition(":")
+        return max([replay(world, options.seed, verbose=options.verbose) for world in worlds])
+    return max([run_range(world, options.seeds) for world in worlds])
+
+
+def replay(world: str, seed: int, *, verbose: bool) -> int:
+    outcome = RUN[world](seed)
+    print("\n".join(outcome.trace if verbose else outcome.trace[-60:]))
+    clean = f"seed {seed}: clean, {outcome.deliveries} deliveries, {outcome.events} events"
+    print(f"{world}: {outcome.failure or clean}")
+    return 1 if outcome.failure else 0
+
+
+def run_range(world: str, seeds: str) -> int:
+    first, _, past = seeds.partition(":")
     began = time.monotonic()
 
     def on_progress(done: int, failed: int) -> None:
         if sys.stderr.isatty() and done % 20 == 0:
-            print(f"\r{done} seeds, {failed} failed, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
+            seconds = time.monotonic() - began
+            print(f"\r{world}: {done} seeds, {failed} failed, {seconds:.0f} s", end="", file=sys.stderr)
 
-    failures = run_seeds(int(first), int(past), on_progress)
+    failures = RUN_MANY[world](int(first), int(past), on_progress)
     for failure in failures:
-        print(failure)
-    print(f"seeds {first}:{past}: {len(failures)} failed, {time.monotonic() - began:.1f} s")
+        print(f"{world}: {failure}")
+    print(f"{world}: seeds {seeds}: {len(failures)} failed, {time.monotonic() - began:.1f} s")
     return 1 if failures else 0
 
 

@@ -12,7 +12,7 @@ everything is delivered       once clients read and acknowledge again, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,8 @@ class Asked:
     """Where it was told to start, by stream."""
     done_at: int | None = None
     """What is published from here on is."""
+    again: set[Place] = field(default_factory=set)
+    """Acknowledged before it was told to start there, and so to come once more."""
     checked: dict[Stream, int] = field(default_factory=dict)
     """Up to where its cursors have been checked."""
 
@@ -84,8 +86,6 @@ class Consumer:
     """Unsubscribed, and not yet told so: a crash may bring them back."""
     done: set[Place] = field(default_factory=set)
     """Acknowledged, as far as the node must know."""
-    had: set[Place] = field(default_factory=set)
-    """Acknowledged, since it was last asked for."""
     ever_done: set[Place] = field(default_factory=set)
     flushed: set[Place] = field(default_factory=set)
     ids: dict[int, Flight] = field(default_factory=dict)
@@ -100,11 +100,13 @@ class Consumer:
     owed_at: dict[str, int] = field(default_factory=dict)
 
     def take(self, place: Place) -> None:
-        for part in (self.done, self.had, self.ever_done):
-            part.add(place)
+        self.done.add(place)
+        self.ever_done.add(place)
+        for asked in self.asked.values():
+            asked.again.discard(place)
 
     def forget(self) -> None:
-        for part in (self.asked, self.ending, self.done, self.had, self.ever_done, self.flushed):
+        for part in (self.asked, self.ending, self.done, self.ever_done, self.flushed):
             part.clear()
         self.new_connection()
         self.ids.clear()
@@ -139,6 +141,7 @@ class Truth:
         self.loans: dict[LoanFeed, Group] = {}
         self.deliveries = 0
         self.largest_block = 0
+        self.on_crash: Callable[[], None] = lambda: None
         disk.log.on_append = self.appended
 
     def number(self) -> int:
@@ -190,19 +193,19 @@ class Truth:
         consumer.asked[subscription.filter] = asked
         consumer.ending.pop(subscription.filter, None)
         for stream, at in (starts or {}).items():
-            self._goes_back(consumer, stream, at, subscription)
+            self._goes_back(consumer, stream, at, asked)
 
     def changes(self, client: str, subscription: Subscription) -> None:
         """Subscribed to again, from where it is."""
         self.consumers[client].asked[subscription.filter].subscription = subscription
 
-    def _goes_back(self, consumer: Consumer, stream: Stream, at: int, subscription: Subscription) -> None:
+    def _goes_back(self, consumer: Consumer, stream: Stream, at: int, asked: Asked) -> None:
         """What this filter matches from here on is delivered again."""
-        matcher = subscription.matcher
+        matcher = asked.subscription.matcher
         rows = self.disk.log.streams.get(stream, ())
-        past = {place for place in consumer.had if place[0] == stream and at <= place[1] < len(rows)}
+        past = {place for place in consumer.ever_done if place[0] == stream and at <= place[1] < len(rows)}
         again = {place for place in past if matcher.matches(rows[place[1]].topic)}
-        consumer.had -= again
+        asked.again |= again
         consumer.done -= again
         consumer.flushed -= again
         consumer.last.pop(stream, None)
@@ -217,6 +220,7 @@ class Truth:
         consumer = self.consumers[client]
         asked = consumer.asked.pop(filter_text, None)
         if asked is not None:
+            asked.done_at = None
             consumer.ending[filter_text] = asked
         # What waits of its retained messages is still sent if another filter matches it.
         consumer.owed = {key: number for key, number in consumer.owed.items() if key[0] != filter_text}
@@ -272,6 +276,7 @@ class Truth:
         self.consumers[client].ending.clear()
 
     def crashed(self) -> None:
+        self.on_crash()
         for consumer in self.consumers.values():
             session = self.front.sessions.known.get(consumer.name)
             if session is not None and not session.durable:
@@ -574,7 +579,7 @@ class Truth:
                     for offset, row in enumerate(rows):
                         place = (stream, offset)
                         if (
-                            place not in consumer.had
+                            (place not in consumer.ever_done or place in asked.again)
                             and self._is_due(asked, row, place)
                             and not self._excused(consumer, row, asked.subscription)
                         ):

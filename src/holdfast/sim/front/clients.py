@@ -141,6 +141,8 @@ class Client:
         else:
             clean = not profile.durable
         world.tell(self.name, f"connects{' clean' if clean else ''}")
+        if clean:
+            self.node_forgets()
         self._send(link, p.Connect(self.name, profile.version, clean, profile.keep_alive, properties=properties))
         world.after(CONNECT_SECONDS, lambda: self._give_up(link))
 
@@ -245,7 +247,7 @@ class Client:
         if again:
             self._send(link, *again)
 
-    def node_crashed(self) -> None:
+    def node_forgets(self) -> None:
         for out in self.unanswered.values():
             self.run.truth.may_repeat.add(out.name.encode())
 

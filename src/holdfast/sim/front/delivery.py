@@ -176,12 +176,12 @@ class SimDelivery:
         changed = seen.keys() != self.heads.keys()
         if changed:
             self.handle(dv.StreamsSeen(list(seen), (), {}))
-        for stream, end in seen.items():
+        for stream, end in sorted(seen.items(), key=lambda found: found[0].generation):
             yield from self._catch_up_with(stream, end)
-        sealed = [stream for stream in seen if stream in sealed_then and stream not in self.machine.sealed]
-        if sealed:
-            self.handle(dv.StreamsSeen(list(seen), sealed, {}))
-        if changed or sealed:
+            if stream in sealed_then and stream not in self.machine.sealed:
+                changed = True
+                self.handle(dv.StreamsSeen(list(seen), [stream], {}))
+        if changed:
             self.on_streams_changed()
 
     def _catch_up_with(self, stream: Stream, end: int) -> Work:

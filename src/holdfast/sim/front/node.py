@@ -56,6 +56,7 @@ class SimFront:
                 write_bytes=1500,
                 retained_rows=4,
                 loan_rows=8,
+                early_bytes_max=3000,
             ),
         )
         self.ingest = SimIngest(

@@ -43,6 +43,7 @@ class FrontWorkload:
         self.settings.inflight_max = rng.choice([3, 20])
         self.front: SimFront | None = SimFront(world, disk, self.truth, self.groups, self.settings)
         self.clients = [Client(self, self._draw_profile(n)) for n in range(rng.randint(2, 5))]
+        self.truth.on_crash = self._node_crashed
         self.publish_seconds = rng.choice([0.03, 0.06, 0.2])
         self.sizes = rng.choice([[30], [30, 30, 200, 1000], [30, 300, 2500]])
         self.retains = rng.choice([0.0, 0.1, 0.4])
@@ -220,10 +221,12 @@ class FrontWorkload:
     def _do_crash(self) -> None:
         if self.front is None:
             return
-        for client in self.clients:
-            client.node_crashed()
         self.front.crash()
         self._restart()
+
+    def _node_crashed(self) -> None:
+        for client in self.clients:
+            client.node_forgets()
 
     def _do_stop(self) -> None:
         front = self.front
