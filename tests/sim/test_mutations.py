@@ -28,24 +28,28 @@ from holdfast.groups.protocol.effects import Save
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import MemberSettings
 from holdfast.sim import run_seed
+from holdfast.sim.faults import Faults
 
 SEEDS_MAX = 2000
 
 NOTICED_BY: dict[str, int] = {
-    "a_batch_member_trusts_its_leader_for_ever": 54,
+    "what_is_stored_beside_the_first_value_is_never_deleted": 629,
+    "a_leader_does_not_wait_for_progress": 400,
+    "a_batch_member_trusts_its_leader_for_ever": 5,
     "what_waits_for_a_save_is_said_before_it": 43,
     "a_leader_does_not_wait_longer_after_an_outage": 148,
     "a_claim_that_could_not_be_given_back_stands_for_ever": 205,
     "a_broken_leader_is_followed_before_the_members_of_its_node_have_stopped": 49,
-    "what_is_stored_beside_the_first_value_is_never_deleted": 99,
     "only_the_first_value_of_a_progress_is_read": 1063,
     "an_ended_loan_starts_again": 75,
     "an_older_incarnation_is_taken_for_dead": 114,
     "anybody_may_join_whatever_group_they_once_knew": 174,
     "lost_reports_are_not_repeated": 134,
-    "a_leader_does_not_wait_for_progress": 218,
 }
 """Where it was last found, to be tried first; wrong once the workload changes, which only costs time."""
+
+WEATHER = {"a_batch_member_trusts_its_leader_for_ever": Faults(partition=0.4, delay_seconds=0.05)}
+"""Weather in which it shows soonest, where what is drawn seldom has it."""
 
 Patch = pytest.MonkeyPatch
 MUTATIONS: dict[str, Callable[[Patch], None]] = {}
@@ -411,7 +415,7 @@ def a_confused_borrower_is_not_replaced(patch: Patch) -> None:
 def test_the_simulator_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTATIONS[name](monkeypatch)
     for seed in [NOTICED_BY.get(name, 0), *range(SEEDS_MAX)]:
-        if run_seed(seed).failure:
+        if run_seed(seed, faults=WEATHER.get(name)).failure:
             return
     pytest.fail(f"{SEEDS_MAX} seeds did not notice that {name.replace('_', ' ')}")
 
