@@ -28,6 +28,9 @@ from holdfast.sim.front.runner import run_front_seed
 from holdfast.sim.front.sessions import SimSessions
 from holdfast.sim.front.subscribing import SimSubscribing
 
+pytestmark = pytest.mark.soak
+"""Each searches hundreds of seeds: too long for the daily suite."""
+
 SEEDS_MAX = 400
 
 NOTICED_BY: dict[str, int] = {}
