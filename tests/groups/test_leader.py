@@ -710,3 +710,21 @@ def test_a_batch_member_cannot_carry_what_it_was_never_leased() -> None:
     follower.handle(find(A._replace(life=2), 2.1, carried=carried), 2.1)
     floors = {p.stream: p.floor for p in follower.group_streams.progress.values()}
     assert floors == {stream(0): 0, stream(1): 0} | {its.stream: 501}
+
+
+def test_what_a_member_carries_is_kept_once_saved_however_busy_its_stream_is() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, B, 1.0), 1.05)
+    machine.handle(wanted(A, 1.1), 1.1)
+    carried = (Carried(piece(0), COURSE, Mark(-1, ((50, 60),))),)
+    [first] = sent(machine.handle(ping(A, 1.2, carried=carried), 1.2), PingResponse)
+    assert not first.kept
+    assert saves(tick(machine, 2.5))
+    # Somebody else goes on in the same stream, and that is not saved yet.
+    machine.handle(wanted(C, 2.6, carried=(Carried(piece(0), COURSE, Mark(3)),)), 2.6)
+    [second] = sent(machine.handle(ping(A, 2.7, carried=carried), 2.7), PingResponse)
+    assert second.kept
+    # A later look at the same is judged anew.
+    again = (Carried(piece(0), COURSE, Mark(-1, ((70, 80),))),)
+    [third] = sent(machine.handle(ping(A, 2.8, carried=again), 2.8), PingResponse)
+    assert not third.kept

@@ -128,7 +128,7 @@ def a_lease_exchange_does_not_wait_for_what_is_in_flight(patch: Patch) -> None:
 
 @mutation
 def carried_progress_is_ignored(patch: Patch) -> None:
-    patch.setattr(Leader, "_merge_carried", lambda self, carried: True)
+    patch.setattr(Leader, "_merge_carried", lambda self, carried: set())
 
 
 @mutation

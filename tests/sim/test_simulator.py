@@ -39,7 +39,7 @@ def test_without_faults_nothing_is_delivered_twice() -> None:
 
 
 def test_a_failure_tells_its_story(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(Leader, "_merge_carried", lambda self, carried: True)
+    monkeypatch.setattr(Leader, "_merge_carried", lambda self, carried: set())
     failures = run_seeds(0, 60, failures_max=1)
     assert len(failures) == 1
     assert isinstance(failures[0], Failure)
