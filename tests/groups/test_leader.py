@@ -728,3 +728,20 @@ def test_what_a_member_carries_is_kept_once_saved_however_busy_its_stream_is() -
     again = (Carried(piece(0), COURSE, Mark(-1, ((70, 80),))),)
     [third] = sent(machine.handle(ping(A, 2.8, carried=again), 2.8), PingResponse)
     assert not third.kept
+
+
+def test_last_words_before_a_seek_wait_for_the_seek_to_be_saved() -> None:
+    # Found by seed 24116: the seek made what they waited for worthless, and they were confirmed before it was saved.
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine.away = True
+    carried = (Carried(piece(0), COURSE, Mark(4)), Carried(piece(1), COURSE, Mark(4)))
+    machine.handle(LeaveGroup(A, home(A), GROUP, "b", carried), 1.2)
+    said = machine.handle(ask(Seek(())), 1.2)
+    while (now := machine.deadline) < 8.0:
+        said += machine.handle(TICK, now)
+        said += machine.handle(SaveFailed(), now)
+    assert machine.record.turn == 1
+    assert not sent(said, LeftGroup)
+    machine.away = False
+    assert sent(tick(machine, 20.0), LeftGroup) == [LeftGroup(A)]

@@ -107,8 +107,15 @@ class Unsaved:
         self._change(None)
 
     def start_over(self) -> None:
-        """What was done under the last course is worth nothing any more."""
-        for stream in [key for key in self._changed if key is not None and key not in self._forget]:
+        """What was done under the last course is worth nothing once the record of the new one is stored.
+
+        Until then it is worth everything: whatever waits for it waits for the record instead.
+        """
+        over = [key for key in self._changed if key is not None and key not in self._forget]
+        for tickets, _ in self._waiting:
+            if not tickets.keys().isdisjoint(over):
+                tickets[None] = self._changed[None]
+        for stream in over:
             del self._changed[stream], self._landed[stream]
 
     def say(self, about: Iterable[Key], effect: LeaderEffect) -> None:
