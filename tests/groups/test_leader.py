@@ -777,3 +777,38 @@ def test_a_batch_member_cannot_carry_what_it_was_never_leased() -> None:
     follower.handle(find(A._replace(life=2), 2.1, carried=carried), 2.1)
     floors = {p.stream: p.floor for p in follower.group_streams.progress.values()}
     assert floors == {stream(0): 0, stream(1): 0} | {its.stream: 501}
+
+
+def test_what_a_member_carries_is_kept_once_saved_however_busy_its_stream_is() -> None:
+    machine = leader(1)
+    accept(machine, join(machine, B, 1.0), 1.05)
+    machine.handle(wanted(A, 1.1), 1.1)
+    carried = (Carried(piece(0), COURSE, Mark(-1, ((50, 60),))),)
+    [first] = sent(machine.handle(ping(A, 1.2, carried=carried), 1.2), PingResponse)
+    assert not first.kept
+    assert saves(tick(machine, 2.5))
+    # Somebody else goes on in the same stream, and that is not saved yet.
+    machine.handle(wanted(C, 2.6, carried=(Carried(piece(0), COURSE, Mark(3)),)), 2.6)
+    [second] = sent(machine.handle(ping(A, 2.7, carried=carried), 2.7), PingResponse)
+    assert second.kept
+    # A later look at the same is judged anew.
+    again = (Carried(piece(0), COURSE, Mark(-1, ((70, 80),))),)
+    [third] = sent(machine.handle(ping(A, 2.8, carried=again), 2.8), PingResponse)
+    assert not third.kept
+
+
+def test_last_words_before_a_seek_wait_for_the_seek_to_be_saved() -> None:
+    # Found by seed 24116: the seek made what they waited for worthless, and they were confirmed before it was saved.
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine.away = True
+    carried = (Carried(piece(0), COURSE, Mark(4)), Carried(piece(1), COURSE, Mark(4)))
+    machine.handle(LeaveGroup(A, home(A), GROUP, "b", carried), 1.2)
+    said = machine.handle(ask(Seek(())), 1.2)
+    while (now := machine.deadline) < 8.0:
+        said += machine.handle(TICK, now)
+        said += machine.handle(SaveFailed(), now)
+    assert machine.record.turn == 1
+    assert not sent(said, LeftGroup)
+    machine.away = False
+    assert sent(tick(machine, 20.0), LeftGroup) == [LeftGroup(A)]

@@ -133,7 +133,7 @@ def an_exchange_of_leases_does_not_wait_for_what_is_in_flight(patch: Patch) -> N
 
 @mutation
 def carried_progress_is_ignored(patch: Patch) -> None:
-    patch.setattr(Leader, "_merge_carried", lambda self, carried: True)
+    patch.setattr(Leader, "_merge_carried", lambda self, carried: set())
 
 
 @mutation

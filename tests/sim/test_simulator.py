@@ -47,7 +47,7 @@ def test_saves_that_take_longer_than_members_wait_cost_no_acknowledgement(chance
 
 
 def test_a_failure_tells_its_story(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(Leader, "_merge_carried", lambda self, carried: True)
+    monkeypatch.setattr(Leader, "_merge_carried", lambda self, carried: set())
     failures = run_seeds(0, 60, failures_max=1)
     assert len(failures) == 1
     assert isinstance(failures[0], Failure)

@@ -605,7 +605,7 @@ class Leader:
             self._place_soon(now)
         if ping.reports and self.lender.take(ping.member, ping.reports, now):
             self.unsaved.by(now + self.settings.gather_seconds)
-        kept = not ping.carried or self._merge_carried(ping.carried)
+        kept = not ping.carried or self._kept(seat, ping.carried)
         good_for = self._count_on(seat, now)
         oldest = self.book.oldest_number(ping.member)
         return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, kept))]
@@ -653,7 +653,7 @@ class Leader:
             return self._refuse(states)
         was = seat.stable
         good_for = self._count_on(seat, now)
-        kept = self._merge_carried(states.carried)
+        kept = self._kept(seat, states.carried)
         if states.sent_at > seat.echo:
             seat.echo, seat.good_for_seconds, seat.kept = states.sent_at, good_for, kept
         effects = self.lender.desk.on_states(seat, states, now)
@@ -679,13 +679,21 @@ class Leader:
         self.unsaved.by(now + self.settings.gather_seconds)
         return []
 
-    def _merge_carried(self, carried: Iterable[Carried]) -> bool:
-        """Take over what members know from before; whether it is all durable already."""
-        kept = not self.unsaved.ticket(None)
-        for piece, course, mark in carried:
-            self.group_streams.merge(piece, course, mark)
-            kept = kept and not self.unsaved.ticket(piece.stream)
-        return kept
+    def _merge_carried(self, carried: Iterable[Carried]) -> set[Stream]:
+        """Take over what members know from before; the streams of which that was news."""
+        return {piece.stream for piece, course, mark in carried if self.group_streams.merge(piece, course, mark)}
+
+    def _kept(self, seat: Seat, carried: Iterable[Carried]) -> bool:
+        """Take over what the member carries; whether it is all durable, and need not be carried any longer."""
+        news = self._merge_carried(carried)
+        for stream in {each.piece.stream for each in carried}:
+            if stream in news or stream not in seat.carried:
+                seat.carried[stream] = self.unsaved.ticket(stream)
+        # The record too: what is worth nothing after a seek is worth everything until the seek is saved.
+        if self.unsaved.ticket(None) or not all(self.unsaved.reached(*each) for each in seat.carried.items()):
+            return False
+        seat.carried.clear()
+        return True
 
     # ---------------------------------------------------------------------------------- operators
 

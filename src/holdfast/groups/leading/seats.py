@@ -8,11 +8,12 @@ Then the old seat only stops counting in placement.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.groups.protocol.messages import Ask, FindLeader, Wanted
 from holdfast.groups.protocol.nouns import MemberId
 from holdfast.machine import Address
+from holdfast.model import Stream
 
 BORROWER, BATCH = "borrower", "batch"
 
@@ -29,6 +30,8 @@ class Seat:
     """It keeps what it has until it returns it, and gets nothing new."""
     condemned: bool = False
     """It breaks the protocol: its pings are refused until its time is up."""
+    carried: dict[Stream, int] = field(default_factory=dict)
+    """What it still carries from before, as tickets: whether that is saved, see `Unsaved.reached`."""
 
     kind = BORROWER
 

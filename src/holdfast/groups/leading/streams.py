@@ -90,17 +90,19 @@ class GroupStreams:
         self.progress.clear()
         self._take_infos()
 
-    def merge(self, piece: Piece, course: str, mark: Mark) -> None:
-        """Take over what somebody did, if it is about this course and a stream that exists."""
+    def merge(self, piece: Piece, course: str, mark: Mark) -> bool:
+        """Take over what somebody did, if it is about this course and a stream that exists; whether it was news."""
         if course != self._course or (self.seen is not None and piece.stream not in self.seen):
-            return
+            return False
         # Members may bring news of a stream before we have looked which there are.
         progress = self.progress.get(piece.stream) or self._start(piece.stream)
-        if progress.merge(piece, mark):
-            self._unsaved.note(piece.stream)
-            end = self.seen.get(piece.stream) if self.seen else None
-            if end is not None and any(progress.reached(mine) >= end for mine in progress.common(piece)):
-                self.news = True
+        if not progress.merge(piece, mark):
+            return False
+        self._unsaved.note(piece.stream)
+        end = self.seen.get(piece.stream) if self.seen else None
+        if end is not None and any(progress.reached(mine) >= end for mine in progress.common(piece)):
+            self.news = True
+        return True
 
     def cut(self, stream: Stream, of: int, lent: Container[Piece]) -> None:
         """Cut anew whatever of it is not lent."""

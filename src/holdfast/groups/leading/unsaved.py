@@ -91,7 +91,7 @@ class Unsaved:
     def keep(self, stream: Stream) -> int:
         """Not to be deleted after all: it begins anew, and will be written over. How many values that is."""
         if stream in self._forget:
-            del self._changed[stream]
+            del self._changed[stream], self._landed[stream]
         return self._forget.pop(stream, 1)
 
     def write(self, record: GroupRecord) -> None:
@@ -102,20 +102,29 @@ class Unsaved:
         """The record is to be deleted, and with it whatever `save` is given."""
         self._deleting = True
         self._changed.clear()
+        self._landed.clear()
         self._refused.clear()
         self._change(None)
 
     def start_over(self) -> None:
-        """What was done under the last course is worth nothing any more."""
-        for stream in [key for key in self._changed if key is not None and key not in self._forget]:
-            del self._changed[stream]
-            self._landed.pop(stream, None)
+        """What was done under the last course is worth nothing once the record of the new one is stored.
+
+        Until then it is worth everything: whatever waits for it waits for the record instead.
+        """
+        over = [key for key in self._changed if key is not None and key not in self._forget]
+        for tickets, _ in self._waiting:
+            if not tickets.keys().isdisjoint(over):
+                tickets[None] = self._changed[None]
+        for stream in over:
+            del self._changed[stream], self._landed[stream]
 
     def say(self, about: Iterable[Key], effect: LeaderEffect) -> None:
         """To be said once everything that is known about these is stored."""
         self._waiting.append(({key: self._changed[key] for key in about if key in self._changed}, effect))
 
     def _change(self, key: Key) -> None:
+        if key not in self._changed:
+            self._landed[key] = self._changes  # whatever was known of it before is stored
         self._changes += 1
         self._changed[key] = self._changes
 
@@ -137,7 +146,7 @@ class Unsaved:
 
     def reached(self, key: Key, ticket: int) -> bool:
         """Is everything stored that was known when this ticket was given?"""
-        return key not in self._changed or self._landed.get(key, 0) >= ticket
+        return key not in self._changed or self._landed[key] >= ticket
 
     def stands(self, record: GroupRecord) -> bool:
         """Does the store say of the group what a leader must have said before it lends?"""
@@ -211,12 +220,11 @@ class Unsaved:
         for key, ticket in done.tickets.items():
             self._refused.pop(key, None)
             if self._changed.get(key) == ticket:
-                del self._changed[key]
-                self._landed.pop(key, None)
+                del self._changed[key], self._landed[key]
                 if key is not None:
                     self._forget.pop(key, None)
             elif key in self._changed:
-                self._landed[key] = ticket
+                self._landed[key] = max(self._landed[key], ticket)
         if None in done.tickets:
             self.stored = done.record
         self._keys_max *= 2
