@@ -24,6 +24,7 @@ from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.properties import expiry_of
+from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import Subscription
@@ -351,10 +352,13 @@ class Truth:
 
     # -- what is sent --------------------------------------------------------------------------------------
 
-    def delivered_to(self, stream: Stream, before: int, past: int) -> None:
-        rows = self.disk.log.streams.get(stream, ())
-        for offset in range(before, min(past, len(rows))):
-            self.seen[rows[offset].number] = len(self.seen)
+    def delivered(self, block: Rows) -> None:
+        """The node has come so far in a stream."""
+        assert block.stream is not None
+        rows = self.disk.log.streams.get(block.stream)
+        if rows is not None:
+            for offset in block.offsets:
+                self.seen[rows[offset].number] = len(self.seen)
 
     def wrote(self, outlet: Outlet, data: bytes, *, again: bool = False) -> None:
         """Bytes of deliveries to this client, as they leave."""
