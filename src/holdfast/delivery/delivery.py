@@ -257,6 +257,8 @@ class Delivery:
         self._early: dict[Stream, dict[int, Rows]] = {}
         """Our own blocks that came before other processes' blocks in front of them were read."""
         self._early_bytes = 0
+        self._left_out: dict[Stream, int] = {}
+        """Where those of them end that there was no room for: they are read from the log."""
         self._oldest_open: int | None = None
         """The oldest generation that has not been delivered to its end; None: see anew."""
         self._hungry: deque[Reader] = deque()
@@ -368,6 +370,7 @@ class Delivery:
         for stream in [s for s in self.heads if s not in kept]:
             del self.heads[stream]  # dropped by retention
             self.sealed.discard(stream)
+            self._left_out.pop(stream, None)
             for rows in self._early.pop(stream, {}).values():
                 self._early_bytes -= _size(rows)
         for stream in kept:
@@ -401,12 +404,14 @@ class Delivery:
             if not self._early or self._early_bytes + _size(rows) <= self._settings.early_bytes_max:
                 self._early.setdefault(stream, {})[base] = rows
                 self._early_bytes += _size(rows)
+            else:
+                self._left_out[stream] = rows.offsets[-1] + 1
             effects.append(Follow())
 
     @property
     def waits_for_others(self) -> bool:
         """Blocks of our own are stored and not delivered yet: others' blocks, or news of their stream, come first."""
-        return bool(self._early)
+        return bool(self._early) or bool(self._left_out)
 
     def next_early(self, stream: Stream, past: int) -> int:
         """How far a stream must be read from the log before blocks of our own go on."""
@@ -421,6 +426,8 @@ class Delivery:
             self.heads[stream] = max(self.heads[stream], event.past)
         if stream in self.heads:
             self._deliver_early(stream, now, effects)
+            if self.heads[stream] >= self._left_out.get(stream, 0):
+                self._left_out.pop(stream, None)
 
     def _deliver_early(self, stream: Stream, now: float, effects: list[DeliveryEffect]) -> None:
         early = self._early.get(stream)

@@ -312,7 +312,7 @@ class FrontWorkload:
     def _waiting(self, front: SimFront) -> list[str]:
         machine = front.delivery.machine
         found = []
-        if machine._fetching or machine._hungry or machine._again or machine._early:
+        if machine._fetching or machine._hungry or machine._again or machine.waits_for_others:
             found.append(f"reads are left over: {machine._fetching} {machine._hungry} {machine._again}")
         for outlet, connection in front.delivery.connections.items():
             if outlet.reads or outlet.waiting or outlet.retained or outlet.session.outgoing.rows:
