@@ -178,7 +178,7 @@ class FrontWorkload:
         if not client.profile.own:
             client.subscribe([client.profile.shares])
             return
-        start = rng.choice(["", "", "", "beginning", "offset:3"]) if client.profile.version == p.V5 else ""
+        start = rng.choice(["", "", "beginning", "offset:3", "offset:20"]) if client.profile.version == p.V5 else ""
         client.subscribe(rng.sample(FILTERS, rng.choice([1, 1, 2])), start)
 
     def _do_subscribe_in_commit(self) -> None:
@@ -339,13 +339,13 @@ _ACTIONS = [
     "clean",
     *["away"] * 2,
     *["stall"] * 3,
-    *["subscribe"] * 3,
+    *["subscribe"] * 4,
     *["subscribe_in_commit"] * 3,
     *["unsubscribe"] * 2,
     "outage",
     *["seal"] * 2,
     "drop",
-    *["crash"] * 1,
+    *["crash"] * 2,
     "stop",
     *["loan"] * 4,
 ]
