@@ -23,6 +23,7 @@ from holdfast.model import Stream
 from holdfast.mqtt.trie import Trie
 from holdfast.sessions.retained import RetainedMessages, Selection
 from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 
 
@@ -243,6 +244,8 @@ class Delivery:
         self.wall_ahead = 0.0
         """The wall clock minus the machine's: what messages expire by. The host keeps it true."""
         self.heads: dict[Stream, int] = {}
+        self.ended: dict[Stream, int] = {}
+        """Streams that were dropped, and how far they had come: something of them may still wait for a client."""
         self.sealed: set[Stream] = set()
         self.lake: dict[Stream, int] = {}
         """Streams that only the lake still holds, and where they end."""
@@ -341,6 +344,11 @@ class Delivery:
         """All streams that can be read, the lake's included."""
         return {**self.lake, **self.heads} if self.lake else self.heads
 
+    def ends_for(self, session: Session) -> dict[Stream, int]:
+        """Where a subscription of this session that begins now begins: after all there is, and what waits for it."""
+        left = {stream: end for stream, end in self.ended.items() if session.waits_for(stream)}
+        return {**left, **self.heads}
+
     def anyone_for(self, topics: Iterable[str]) -> set[str]:
         """Which of these topics somebody is subscribed to, connected or away."""
         tries = [trie for trie in (self.live, self.away, self.shared) if len(trie)]
@@ -368,7 +376,7 @@ class Delivery:
     def _on_streams(self, seen: StreamsSeen, now: float, effects: list[DeliveryEffect]) -> None:
         kept = dict.fromkeys(seen.kept)
         for stream in [s for s in self.heads if s not in kept]:
-            del self.heads[stream]  # dropped by retention
+            self.ended[stream] = self.heads.pop(stream)  # dropped by retention
             self.sealed.discard(stream)
             self._left_out.pop(stream, None)
             for rows in self._early.pop(stream, {}).values():

@@ -210,7 +210,7 @@ class Subscribing:
         if not known or start is not None:
             asked = start or Next()
             if isinstance(asked, Next):
-                subscription.since = dict(self._delivery.heads)
+                subscription.since = self._delivery.machine.ends_for(session)
                 if not len(session.subscriptions):
                     session.positions.behind.clear()
             else:

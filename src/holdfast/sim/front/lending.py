@@ -266,7 +266,9 @@ class SimLending:
             return
         now = self.world.now
         packets = [
-            session.outgoing.again(i, d, rows_at(feed.stream, [d.offset], rows), 0, member.connection.version, now)
+            session.outgoing.again(
+                i, d, rows_at(feed.stream, [d.offset], rows), 0, member.connection.version, now, feed
+            )
             for i, d in again
             if session.window.get(i) is d
         ]

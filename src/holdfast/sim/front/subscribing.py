@@ -93,7 +93,7 @@ class SimSubscribing:
         if not known or start is not None:
             asked = start or Next()
             if isinstance(asked, Next):
-                subscription.since = dict(self.front.delivery.heads)
+                subscription.since = self.front.delivery.machine.ends_for(session)
                 if not len(session.subscriptions):
                     session.positions.behind.clear()
                 truth.subscribing(client_id, subscription, asked_at, None)
