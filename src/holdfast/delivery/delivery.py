@@ -23,6 +23,7 @@ from holdfast.model import Stream
 from holdfast.mqtt.trie import Trie
 from holdfast.sessions.retained import RetainedMessages, Selection
 from holdfast.sessions.rows import Rows
+from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 
 
@@ -243,6 +244,8 @@ class Delivery:
         self.wall_ahead = 0.0
         """The wall clock minus the machine's: what messages expire by. The host keeps it true."""
         self.heads: dict[Stream, int] = {}
+        self.ended: dict[Stream, int] = {}
+        """Streams that were dropped, and how far they had come: something of them may still wait for a client."""
         self.sealed: set[Stream] = set()
         self.lake: dict[Stream, int] = {}
         """Streams that only the lake still holds, and where they end."""
@@ -257,6 +260,8 @@ class Delivery:
         self._early: dict[Stream, dict[int, Rows]] = {}
         """Our own blocks that came before other processes' blocks in front of them were read."""
         self._early_bytes = 0
+        self._left_out: dict[Stream, int] = {}
+        """Where those of them end that there was no room for: they are read from the log."""
         self._oldest_open: int | None = None
         """The oldest generation that has not been delivered to its end; None: see anew."""
         self._hungry: deque[Reader] = deque()
@@ -339,6 +344,11 @@ class Delivery:
         """All streams that can be read, the lake's included."""
         return {**self.lake, **self.heads} if self.lake else self.heads
 
+    def ends_for(self, session: Session) -> dict[Stream, int]:
+        """Where a subscription of this session that begins now begins: after all there is, and what waits for it."""
+        left = {stream: end for stream, end in self.ended.items() if session.waits_for(stream)}
+        return {**left, **self.heads}
+
     def anyone_for(self, topics: Iterable[str]) -> set[str]:
         """Which of these topics somebody is subscribed to, connected or away."""
         tries = [trie for trie in (self.live, self.away, self.shared) if len(trie)]
@@ -368,8 +378,9 @@ class Delivery:
     def _on_streams(self, seen: StreamsSeen, now: float, effects: list[DeliveryEffect]) -> None:
         kept = dict.fromkeys(seen.kept)
         for stream in [s for s in self.heads if s not in kept]:
-            del self.heads[stream]  # dropped by retention
+            self.ended[stream] = self.heads.pop(stream)  # dropped by retention
             self.sealed.discard(stream)
+            self._left_out.pop(stream, None)
             for rows in self._early.pop(stream, {}).values():
                 self._early_bytes -= _size(rows)
         for stream in kept:
@@ -403,12 +414,14 @@ class Delivery:
             if not self._early or self._early_bytes + _size(rows) <= self._settings.early_bytes_max:
                 self._early.setdefault(stream, {})[base] = rows
                 self._early_bytes += _size(rows)
+            else:
+                self._left_out[stream] = rows.offsets[-1] + 1
             effects.append(Follow())
 
     @property
     def waits_for_others(self) -> bool:
         """Blocks of our own are stored and not delivered yet: others' blocks, or news of their stream, come first."""
-        return bool(self._early)
+        return bool(self._early) or bool(self._left_out)
 
     def next_early(self, stream: Stream, past: int) -> int:
         """How far a stream must be read from the log before blocks of our own go on."""
@@ -423,6 +436,8 @@ class Delivery:
             self.heads[stream] = max(self.heads[stream], event.past)
         if stream in self.heads:
             self._deliver_early(stream, now, effects)
+            if self.heads[stream] >= self._left_out.get(stream, 0):
+                self._left_out.pop(stream, None)
 
     def _deliver_early(self, stream: Stream, now: float, effects: list[DeliveryEffect]) -> None:
         early = self._early.get(stream)

@@ -395,7 +395,9 @@ class Memberships:
             some = again[at : at + REDELIVER_AT_ONCE]
             found = await self._read_offsets(feed.stream, [delivery.offset for _, delivery in some])
             packets = [
-                session.outgoing.again(packet_id, delivery, *found[delivery.offset], connection.version, time.time())
+                session.outgoing.again(
+                    packet_id, delivery, *found[delivery.offset], connection.version, time.time(), feed
+                )
                 for packet_id, delivery in some
                 if delivery.offset in found and session.window.get(packet_id) is delivery
             ]

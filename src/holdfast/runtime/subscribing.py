@@ -226,7 +226,7 @@ class Subscribing:
         if not known or start is not None:
             asked = start or Next()
             if isinstance(asked, Next):
-                subscription.since = dict(self._delivery.heads)
+                subscription.since = self._delivery.machine.ends_for(session)
                 if not len(session.subscriptions):
                     session.positions.behind.clear()
             else:
@@ -237,8 +237,8 @@ class Subscribing:
         new = session.subscribe(subscription)
         if connection.session is session and connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
-        if known and start is not None and session.durable:
-            # They only go forward, and say that it had what it wants again.
+        if start is not None and session.durable:
+            # They only go forward, and may say, be it of an earlier subscription, that it had what it wants now.
             await self._keeper.delete_cursors(session.client_id, [request.filter], self._delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
@@ -306,8 +306,9 @@ class Subscribing:
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
         if gone and session.durable:
-            await self._keeper.delete_cursors(session.client_id, gone, self._delivery.heads)
+            # The other way round, a crash in between would bring the filter back without what it has had.
             await self._keeper.save(record_of(session, connected=True, now=time.time()))
+            await self._keeper.delete_cursors(session.client_id, gone, self._delivery.heads)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
 
 

@@ -204,13 +204,22 @@ class Outgoing:
         waiting.at = past
         return size
 
-    def again(self, packet_id: int, delivery: Delivery, rows: Rows | None, at: int, version: int, now: float) -> bytes:
+    def again(
+        self,
+        packet_id: int,
+        delivery: Delivery,
+        rows: Rows | None,
+        at: int,
+        version: int,
+        now: float,
+        feed: Feed | None = None,
+    ) -> bytes:
         """A delivery that was not acknowledged, once more, marked as a duplicate; `rows` unless it was released."""
         if delivery.qos == RELEASED:
             return b"\x62\x02" + PACKET_IDS[packet_id]
         assert rows is not None
         stream, v5 = rows.stream, version == V5
-        chosen = self._special(rows, at, stream, rows.offsets[at], v5, now)
+        chosen = self._special(rows, at, stream, rows.offsets[at], v5, now, feed)
         if chosen is None:
             # Expired, or no longer subscribed to: the client may still be waiting for it under this id.
             chosen = (Subscription("#", delivery.qos), b"")

@@ -43,7 +43,7 @@ class StreamOrigin:
     def settle(self, delivery: Delivery, reason: int) -> None:
         positions = self._positions
         positions.dirty.add(self.stream)
-        if positions.behind:
+        if positions.behind or positions.skipped:
             positions.handled(self.stream, delivery.offset)
 
     def passed(self, offset: int) -> None:
@@ -59,6 +59,8 @@ class Positions:
         """Streams that are not live, and where to read on."""
         self.acked: dict[Stream, dict[str, Cursor]] = {}
         """What was acknowledged above `behind`, by filter, after a resume from the store: not to be sent again."""
+        self.skipped: dict[Stream, set[int]] = {}
+        """What was under way when it was read, and so not queued once more, though what lies before it may wait."""
         self.dup_below: dict[Stream, int] = {}
         """Messages below may have been sent before a crash: they go out marked as duplicates."""
         self.dirty: set[Stream] = set()
@@ -129,6 +131,7 @@ class Positions:
         picks = []
         for at, offset in enumerate(offsets):
             if offset in flying:
+                self.skipped.setdefault(stream, set()).add(offset)
                 continue
             meant = self._subscriptions.meaning_at(rows.topics[at], stream, offset)
             if cursors:
@@ -139,7 +142,7 @@ class Positions:
 
     def handled(self, stream: Stream, offset: int) -> None:
         """Acknowledged; should it come once more when the log is read, as after a resume, it is not sent again."""
-        if offset >= self.behind.get(stream, offset + 1):
+        if offset >= self.behind.get(stream, offset + 1) or offset in self.skipped.get(stream, ()):
             cursors = self.acked.setdefault(stream, {})
             for subscription in self._subscriptions:
                 cursors.setdefault(subscription.filter, Cursor()).ack(offset)
@@ -151,6 +154,7 @@ class Positions:
 
         A finalised stream that was read to its end is done with, and leaves nothing behind.
         """
+        self.skipped.clear()
         self.generation = newest = max((s.generation for s in heads), default=0)
         self.behind = {
             stream: at

@@ -120,6 +120,10 @@ class Session:
         waiting = self.outgoing.first_of(stream)
         return found if waiting is None else min(found, waiting)
 
+    def waits_for(self, stream: Stream) -> bool:
+        """Is something of this stream to be read or sent?"""
+        return stream in self.positions.behind or self.outgoing.first_of(stream) is not None
+
     def detach(self, heads: Mapping[Stream, int], sealed: Collection[Stream]) -> None:
         """The client went: whatever waits stays in the log, and every stream has a position again.
 

@@ -24,6 +24,7 @@ from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.properties import expiry_of
+from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import Subscription
@@ -231,7 +232,9 @@ class Truth:
 
     def owes_retained(self, outlet: Outlet, filter_text: str, asked_at: int) -> None:
         consumer = self.consumers[outlet.session.client_id]
-        consumer.owed_at[filter_text] = asked_at
+        waits = filter_text in outlet.retained or any(w.rows.stream is None for w in outlet.session.outgoing._queue)
+        if not waits or filter_text not in consumer.owed_at:  # else something of an earlier SUBSCRIBE may still come
+            consumer.owed_at[filter_text] = asked_at
         retained = self.front.delivery.machine.retained
         for topic in retained._topics.matching_topics(filter_text):
             message = retained._last[topic]
@@ -250,9 +253,8 @@ class Truth:
     def restored(self, session: Session) -> None:
         """What a client that was away when the node died had not answered is known again."""
         consumer = self.consumers[session.client_id]
-        for packet_id, _ in session.window:
-            if packet_id in consumer.before_crash:
-                consumer.ids[packet_id] = consumer.before_crash[packet_id]
+        known = {**consumer.before_crash, **consumer.ids}
+        consumer.ids = {packet_id: known[packet_id] for packet_id, _ in session.window if packet_id in known}
         consumer.before_crash.clear()
 
     def detached(self, client: str) -> None:
@@ -267,13 +269,16 @@ class Truth:
         """It is gone from the node, and not yet from the store: until then a restart may bring it back."""
         consumer = self.consumers[client]
         ending = {**consumer.ending, **consumer.asked}
+        under_way = {**consumer.before_crash, **consumer.ids}
         consumer.forget()
+        consumer.before_crash = under_way
         for asked in ending.values():
             asked.done_at = None
         consumer.ending = ending
 
     def discarded_for_good(self, client: str) -> None:
         self.consumers[client].ending.clear()
+        self.consumers[client].before_crash.clear()
 
     def crashed(self) -> None:
         self.on_crash()
@@ -296,7 +301,7 @@ class Truth:
 
     def started(self) -> None:
         """A node has read what there is."""
-        for number in sorted(self.where):
+        for number in self.where:
             self.seen.setdefault(number, len(self.seen))
 
     def flushing(self, clients: set[str]) -> dict[str, set[Place]]:
@@ -351,10 +356,13 @@ class Truth:
 
     # -- what is sent --------------------------------------------------------------------------------------
 
-    def delivered_to(self, stream: Stream, before: int, past: int) -> None:
-        rows = self.disk.log.streams.get(stream, ())
-        for offset in range(before, min(past, len(rows))):
-            self.seen[rows[offset].number] = len(self.seen)
+    def delivered(self, block: Rows) -> None:
+        """The node has come so far in a stream."""
+        assert block.stream is not None
+        rows = self.disk.log.streams.get(block.stream)
+        if rows is not None:
+            for offset in block.offsets:
+                self.seen[rows[offset].number] = len(self.seen)
 
     def wrote(self, outlet: Outlet, data: bytes, *, again: bool = False) -> None:
         """Bytes of deliveries to this client, as they leave."""
@@ -438,7 +446,7 @@ class Truth:
             self.fail(
                 "only what was asked for", f"{name} is sent {place} {row.topic}, subscribed to {[*consumer.asked]}"
             )
-        if stream in self.disk.log.streams and qos > max((asked.subscription.qos for asked in meant), default=2):
+        if qos > max((asked.subscription.qos for asked in meant), default=2):
             self.fail("MQTT", f"{name} is sent {place} with QoS {qos}")
         if not qos:
             consumer.take(place)
@@ -562,10 +570,12 @@ class Truth:
 
     def check_retained(self) -> None:
         for client, number, asked_at in self._retained_sent:
-            topic = self.rows[number].topic
-            for other in self.retain_rows.get(topic, ()):
-                if other < asked_at and self.seen.get(other, -1) > self.seen.get(number, -1):
-                    self.fail("only what was asked for", f"{client} is sent an old retained message of {topic}")
+            row = self.rows[number]
+            for other in self.retain_rows.get(row.topic, ()):
+                later = self.seen.get(other, -1) > self.seen.get(number, -1)
+                # Streams have no order among each other: the store's may differ from that in which a node reads them.
+                if other < asked_at and later and self.rows[other].micros > row.micros:
+                    self.fail("only what was asked for", f"{client} is sent an old retained message of {row.topic}")
 
     def missing(self) -> list[str]:
         """What has still to be delivered."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
 from holdfast.delivery import delivery as dv
 from holdfast.delivery.outlet import Outlet
 from holdfast.delivery.readers import Fetched
+from holdfast.log.contract import Retained
 from holdfast.machine import TICK
 from holdfast.model import Stream
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.rows import Rows
+from holdfast.sim.front.checkers import Truth
 from holdfast.sim.front.disk import Block, StoreDown, columns
 from holdfast.sim.front.world import Pending, Work
 
@@ -23,11 +25,23 @@ if TYPE_CHECKING:
 FOLLOW_ROWS = 64
 
 
+class _Watched(RetainedMessages):
+    """Retained messages see every block that is delivered, and the checkers with them."""
+
+    def __init__(self, truth: Truth, stored: Iterable[Retained]):
+        super().__init__(stored)
+        self._truth = truth
+
+    def see(self, rows: Rows) -> None:
+        self._truth.delivered(rows)
+        super().see(rows)
+
+
 class SimDelivery:
     def __init__(self, front: SimFront, settings: dv.DeliverySettings):
         self.front, self.world, self.disk = front, front.world, front.disk
         log = self.disk.log
-        self.machine = dv.Delivery(RetainedMessages(log.retained.values()), settings)
+        self.machine = dv.Delivery(_Watched(front.truth, log.retained.values()), settings)
         self.connections: dict[Outlet, SimConnection] = {}
         self.on_loan_news: Callable[[Outlet], None] = lambda outlet: None
         self.ask_clock: Callable[[Outlet], None] = lambda outlet: None
@@ -50,13 +64,7 @@ class SimDelivery:
         return self.machine.heads
 
     def handle(self, event: dv.DeliveryEvent) -> None:
-        moved = event.rows.stream if isinstance(event, dv.Committed) else None
-        if isinstance(event, dv.Followed):
-            moved = event.stream
-        before = self.heads.get(moved, 0) if moved is not None else 0
         effects = self.machine.handle(event, self.world.now)
-        if moved is not None:
-            self.front.truth.delivered_to(moved, before, self.heads.get(moved, 0))
         for effect in effects:  # the machine has decided all of it: and what is not written is lost on its way
             if isinstance(effect, dv.Write) and effect.outlet in self.connections:
                 self.front.truth.wrote(effect.outlet, effect.data)

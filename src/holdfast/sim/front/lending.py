@@ -244,7 +244,9 @@ class SimLending:
     def _park(self, member: Membership, feed: LoanFeed, offsets: list[int]) -> Work:
         """Among the dead letters, durably; only then is it acknowledged to the group."""
         yield self.world.rng.random() * self.front.disk.seconds
-        if self.front.disk.down or member.feeds.get(feed.loan) is not feed:
+        while self.front.disk.down:
+            yield 0.2
+        if member.feeds.get(feed.loan) is not feed:
             return  # the next one to hold the stream finds them
         self.front.truth.parked(self._group_of[feed.loan], feed, offsets)
         for offset in offsets:
@@ -264,7 +266,9 @@ class SimLending:
             return
         now = self.world.now
         packets = [
-            session.outgoing.again(i, d, rows_at(feed.stream, [d.offset], rows), 0, member.connection.version, now)
+            session.outgoing.again(
+                i, d, rows_at(feed.stream, [d.offset], rows), 0, member.connection.version, now, feed
+            )
             for i, d in again
             if session.window.get(i) is d
         ]

@@ -93,7 +93,7 @@ class SimSubscribing:
         if not known or start is not None:
             asked = start or Next()
             if isinstance(asked, Next):
-                subscription.since = dict(self.front.delivery.heads)
+                subscription.since = self.front.delivery.machine.ends_for(session)
                 if not len(session.subscriptions):
                     session.positions.behind.clear()
                 truth.subscribing(client_id, subscription, asked_at, None)
@@ -108,7 +108,7 @@ class SimSubscribing:
         new = session.subscribe(subscription)
         if connection.session is session and connection.outlet is not None:
             self.front.delivery.handle(Subscribed(connection.outlet, request.filter))
-        if known and start is not None and session.durable:
+        if start is not None and session.durable:
             yield from self.front.keeper.delete_cursors(client_id, [request.filter], self.front.delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
@@ -141,8 +141,8 @@ class SimSubscribing:
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
         if gone and session.durable:
-            yield from self.front.keeper.delete_cursors(session.client_id, gone, self.front.delivery.heads)
             yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
+            yield from self.front.keeper.delete_cursors(session.client_id, gone, self.front.delivery.heads)
         self.front.truth.unsuback(session.client_id, packet.filters)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
 

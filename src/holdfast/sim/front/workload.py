@@ -178,7 +178,7 @@ class FrontWorkload:
         if not client.profile.own:
             client.subscribe([client.profile.shares])
             return
-        start = rng.choice(["", "", "", "beginning", "offset:3"]) if client.profile.version == p.V5 else ""
+        start = rng.choice(["", "", "beginning", "offset:3", "offset:20"]) if client.profile.version == p.V5 else ""
         client.subscribe(rng.sample(FILTERS, rng.choice([1, 1, 2])), start)
 
     def _do_subscribe_in_commit(self) -> None:
@@ -312,7 +312,7 @@ class FrontWorkload:
     def _waiting(self, front: SimFront) -> list[str]:
         machine = front.delivery.machine
         found = []
-        if machine._fetching or machine._hungry or machine._again or machine._early:
+        if machine._fetching or machine._hungry or machine._again or machine.waits_for_others:
             found.append(f"reads are left over: {machine._fetching} {machine._hungry} {machine._again}")
         for outlet, connection in front.delivery.connections.items():
             if outlet.reads or outlet.waiting or outlet.retained or outlet.session.outgoing.rows:
@@ -339,13 +339,13 @@ _ACTIONS = [
     "clean",
     *["away"] * 2,
     *["stall"] * 3,
-    *["subscribe"] * 3,
+    *["subscribe"] * 4,
     *["subscribe_in_commit"] * 3,
     *["unsubscribe"] * 2,
     "outage",
     *["seal"] * 2,
     "drop",
-    *["crash"] * 1,
+    *["crash"] * 2,
     "stop",
     *["loan"] * 4,
 ]
