@@ -167,3 +167,20 @@ def test_a_refused_connect_leaves_no_session(node: Node) -> None:
     with full_disk(node), Raw(node.mqtt_port, 5) as raw:
         assert raw.connect("new", clean=False, properties=EXPIRY)[:2] == b"\x00\x88"
     assert not is_present(node, "new")
+
+
+def test_a_subscribe_whose_connection_was_taken_over_changes_nothing(node: Node) -> None:
+    """Otherwise the session has a filter that the connection which serves it knows nothing of."""
+    with client(node, "c", clean=True) as old, client(node, "p", clean=True) as publisher:
+        old.subscribe("first/#")
+        with Raw(node.mqtt_port, 5) as new:
+            with locked(node):
+                publisher.publish("elsewhere", b"x")  # which the SUBSCRIBE waits for
+                old.send(0x82, b"\x00\x02\x00" + text("second/#") + b"\x01")
+                wait_for(lambda: unread(node, old.sock.getsockname()[1]) == 0, what="the SUBSCRIBE")
+                new.send(0x10, text("MQTT") + b"\x05\x00\x00\x00" + bytes([len(EXPIRY)]) + EXPIRY + text("c"))
+                assert old.read() == (0xE0, b"\x8e")
+            assert new.read()[0] == 0x20
+            new.subscribe("third/#")
+            filters = [row["filter"] for row in node.get("/api/v1/sessions/c")["subscriptions"]]
+            assert filters == ["first/#", "third/#"]

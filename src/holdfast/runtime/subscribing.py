@@ -101,6 +101,8 @@ class Subscribing:
         for at, request in enumerate(packet.filters):
             if at % 50 == 49:
                 await asyncio.sleep(0)  # a long packet must not keep the others waiting
+            if connection.session is not session:
+                return b"", _nothing  # the client went, or is served by another connection, which may ask again
             if (handler := self._control.handler(request.filter)) is not None:
                 reasons.append(handler.subscribe(connection, request.filter, start, key))
                 continue
@@ -117,6 +119,8 @@ class Subscribing:
                 elif await self._add_subscription(connection, session, packet, request, start):
                     retained.append(request.filter)
             reasons.append(reason)
+        if connection.session is not session:
+            return b"", _nothing
         if changed and session.durable:
             await self._keeper.save(record_of(session, connected=True, now=time.time()))
         for request, reason in zip(packet.filters, reasons, strict=True):
@@ -195,8 +199,8 @@ class Subscribing:
             identifier=packet.subscription_identifier,
             born=record.born,
         )
-        session.subscriptions.shared[request.filter] = subscription
         if connection.session is session:
+            session.subscriptions.shared[request.filter] = subscription
             await self._groups.join(connection, session, group, subscription)
 
     async def _add_subscription(
@@ -223,19 +227,26 @@ class Subscribing:
                 subscription.since = dict(self._delivery.heads)
                 if not len(session.subscriptions):
                     session.positions.behind.clear()
-            else:
-                await self._start_earlier(session, subscription, asked)
+            elif not await self._start_earlier(connection, session, subscription, asked):
+                return False
         new = session.subscribe(subscription)
-        if connection.session is session and connection.outlet is not None:
+        if connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
-    async def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
-        """Begin in the past: the session goes back, and its other subscriptions let what they had pass."""
+    async def _start_earlier(
+        self, connection: Connection, session: Session, subscription: Subscription, start: Start
+    ) -> bool:
+        """Begin in the past: the session goes back, and its other subscriptions let what they had pass.
+
+        False: the connection serves the session no longer, and nothing was done.
+        """
         loop = asyncio.get_running_loop()
         await self._delivery.look_at_lake()
         asked = await loop.run_in_executor(None, self._log.positions, LOG, start, subscription.matcher)
         in_lake = await loop.run_in_executor(None, self._in_lake, start, dict(self._delivery.machine.lake))
+        if connection.session is not session:
+            return False
         # From here to the end of the caller nothing waits: nobody reads on for the session in between.
         heads = self._delivery.heads
         for stream, head in heads.items():
@@ -251,6 +262,7 @@ class Subscribing:
                     if other.filter != subscription.filter:
                         other.since.setdefault(stream, end)
                 session.positions.behind[stream] = at
+        return True
 
     def _in_lake(self, start: Start, lake: dict[Stream, int]) -> dict[Stream, tuple[int, int]]:
         """Where a start lies in the streams that only the lake still holds, and where those end (on a thread)."""
@@ -291,7 +303,8 @@ class Subscribing:
             reasons.append(0x00 if found is not None else 0x11)
         if gone and session.durable:
             await self._keeper.delete_cursors(session.client_id, gone, self._delivery.heads)
-            await self._keeper.save(record_of(session, connected=True, now=time.time()))
+            if connection.session is session:  # otherwise it is stored as it is by whoever has it now
+                await self._keeper.save(record_of(session, connected=True, now=time.time()))
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
 
 
