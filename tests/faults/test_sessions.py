@@ -184,3 +184,13 @@ def test_a_subscribe_whose_connection_was_taken_over_changes_nothing(node: Node)
             new.subscribe("third/#")
             filters = [row["filter"] for row in node.get("/api/v1/sessions/c")["subscriptions"]]
             assert filters == ["first/#", "third/#"]
+
+
+def test_a_node_whose_store_takes_nothing_is_not_ready_until_it_does(node: Node) -> None:
+    with client(node, "p", clean=True) as raw:
+        with locked(node):
+            raw.publish("t", b"x")
+            wait_for(lambda: not node.ready(), 30, "a node that says so")
+        raw.sock.settimeout(30)
+        assert raw.read()[0] == 0x40
+        wait_for(node.ready, 30, "a node that is well again")
