@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import resource
+import socket
+import sqlite3
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from e2e.raw import Raw
+from e2e.raw import Raw, packet, text
 from holdfast.keys import SESSIONS
 from holdfast.store import open_metadata
 from node import Node
@@ -54,10 +57,11 @@ def end(raw: Raw) -> None:
     assert raw.ended() == b""
 
 
-def stored(node: Node) -> set[str]:
-    """Whose sessions are in the store."""
+def stored(node: Node) -> dict[str, int]:
+    """Whose sessions are in the store, and how often their clients came."""
     with open_metadata(f"sqlite:///{node.folder}/data/holdfast.db") as metadata:
-        return {key.removeprefix(SESSIONS) for key in metadata.list(SESSIONS)}
+        records = [msgspec.json.decode(entry.value) for entry in metadata.list(SESSIONS).values()]
+    return {record["client_id"]: record["epoch"] for record in records}
 
 
 def faults(node: Node) -> list[str]:
@@ -94,3 +98,99 @@ def test_a_session_that_ends_while_the_store_is_full_is_deleted_later(node: Node
     node.start()
     assert not any(is_present(node, name) for name in names)
     assert not faults(node)
+
+
+@contextmanager
+def locked(node: Node) -> Iterator[None]:
+    """Somebody else writes to the store, and takes long."""
+    other = sqlite3.connect(node.folder / "data" / "holdfast.db", isolation_level=None)
+    other.execute("begin immediate")
+    try:
+        yield
+    finally:
+        other.execute("rollback")
+        other.close()
+
+
+def connect_and_vanish(node: Node, name: str, will: str, properties: bytes = EXPIRY) -> None:
+    """A CONNECT, and a reset before the answer; returns when the node has seen both."""
+    seen = node.logs().count("the connection was lost")
+    with socket.create_connection(node.mqtt) as sock:
+        body = text("MQTT") + b"\x05\x04\x00\x00" + bytes([len(properties)]) + properties + text(name)
+        sock.sendall(packet(0x10, body + b"\x00" + text(will) + text("boo")))
+        wait_for(lambda: unread(node, sock.getsockname()[1]) == 0, what="the CONNECT")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: node.logs().count("the connection was lost") > seen, what="the loss")
+
+
+def unread(node: Node, port: int) -> int | None:
+    """How many bytes from this port the node has not read yet; None: it has not taken the connection."""
+    for line in Path(f"/proc/{node.pid}/net/tcp").read_text().splitlines()[1:]:
+        _, ours, theirs, _, queues, *_ = line.split()
+        if int(ours.split(":")[1], 16) == node.mqtt_port and int(theirs.split(":")[1], 16) == port:
+            return int(queues.split(":")[1], 16)
+    return None
+
+
+def test_a_client_that_vanishes_before_it_is_welcome_leaves_nothing(node: Node) -> None:
+    with client(node, "watch", clean=True) as watcher:
+        watcher.subscribe("will/#", 0)
+        with locked(node):
+            connect_and_vanish(node, "durable", "will/durable")
+            connect_and_vanish(node, "fleeting", "will/fleeting", NO_EXPIRY)
+        present = [is_present(node, name) for name in ("durable", "fleeting")]
+        watcher.publish("will/last", b"x")
+        first, body = watcher.read()
+        assert first >> 4 == 3 and b"will/last" in body, "the will of one that was never welcome"
+        assert present == [False, False]
+
+
+def test_a_session_outlives_a_client_that_vanishes_before_it_is_welcome(node: Node) -> None:
+    with client(node, "old", clean=True) as raw:
+        raw.subscribe("t/#")
+        raw.send(0xE0)
+        raw.ended()
+    with locked(node):
+        connect_and_vanish(node, "old", "will/old", NO_EXPIRY)
+    wait_for(lambda: stored(node).get("old") == 2, what="the session as it is after that")
+    with client(node, "other", clean=True) as raw:
+        raw.publish("t/x", b"meanwhile")
+        assert raw.read()[0] == 0x40
+    node.kill()
+    node.start()
+    with Raw(node.mqtt_port, 5) as raw:
+        assert raw.connect("old", clean=False, properties=EXPIRY)[0] == 1
+        assert raw.read_publish()[2] == b"meanwhile"
+
+
+def test_a_refused_connect_leaves_no_session(node: Node) -> None:
+    with full_disk(node), Raw(node.mqtt_port, 5) as raw:
+        assert raw.connect("new", clean=False, properties=EXPIRY)[:2] == b"\x00\x88"
+    assert not is_present(node, "new")
+
+
+def test_a_subscribe_whose_connection_was_taken_over_changes_nothing(node: Node) -> None:
+    """Otherwise the session has a filter that the connection which serves it knows nothing of."""
+    with client(node, "c", clean=True) as old, client(node, "p", clean=True) as publisher:
+        old.subscribe("first/#")
+        with Raw(node.mqtt_port, 5) as new:
+            with locked(node):
+                publisher.publish("elsewhere", b"x")  # which the SUBSCRIBE waits for
+                old.send(0x82, b"\x00\x02\x00" + text("second/#") + b"\x01")
+                wait_for(lambda: unread(node, old.sock.getsockname()[1]) == 0, what="the SUBSCRIBE")
+                new.send(0x10, text("MQTT") + b"\x05\x00\x00\x00" + bytes([len(EXPIRY)]) + EXPIRY + text("c"))
+                assert old.read() == (0xE0, b"\x8e")
+            assert new.read()[0] == 0x20
+            new.subscribe("third/#")
+            filters = [row["filter"] for row in node.get("/api/v1/sessions/c")["subscriptions"]]
+            assert filters == ["first/#", "third/#"]
+
+
+def test_a_node_whose_store_takes_nothing_is_not_ready_until_it_does(node: Node) -> None:
+    with client(node, "p", clean=True) as raw:
+        with locked(node):
+            raw.publish("t", b"x")
+            wait_for(lambda: not node.ready(), 30, "a node that says so")
+        raw.sock.settimeout(30)
+        assert raw.read()[0] == 0x40
+        wait_for(node.ready, 30, "a node that is well again")

@@ -119,6 +119,23 @@ def test_a_good_bye_that_could_not_be_stored_is_stored_later(monkeypatch: pytest
     run(story)
 
 
+def test_a_will_that_waits_is_void_once_its_client_is_welcome_and_not_before() -> None:
+    async def story(metadata: Metadata) -> None:
+        world = World(metadata)
+        await keep(world, ONE, b"late", delay=1000)
+        world.wills.left(ONE, "v", Will("t", b"late", delay=1000), 1000)  # type: ignore[arg-type]
+        (due,) = world.due
+        await keep(world, OTHER, b"of one that vanished")
+        world.wills.not_welcome(OTHER, "v")  # type: ignore[arg-type]
+        await world.wills.settled()
+        assert world.due == [due] and World(metadata).due == [due]
+        await keep(world, OTHER, b"next")
+        world.wills.withdraw("v")
+        assert world.due == []
+
+    run(story)
+
+
 def test_nodes_that_share_a_store_have_each_its_own() -> None:
     async def story(metadata: Metadata) -> None:
         await keep(World(metadata, "a"), ONE, b"of a")

@@ -152,6 +152,8 @@ class Ingest:
         self._closed = False
         self.by_publisher = log.logs()[LOG] == "publisher"
         self._writer = 0
+        self._writing_since: float | None = None
+        """When the commit under way was begun, by the monotonic clock."""
         self.messages = 0
         self.commits = 0
 
@@ -242,7 +244,15 @@ class Ingest:
                 while not self._signals.empty():  # said of this batch, which is taken
                     self._signals.get_nowait()
             self._crowd.took(batch.publishers, begun)
+            self._writing_since = begun
             self._write(batch)
+            self._writing_since = None
+
+    @property
+    def waiting_seconds(self) -> float:
+        """How long the commit under way has taken so far; 0: there is none."""
+        since = self._writing_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _write(self, batch: OpenBatch) -> None:
         if batch.full:

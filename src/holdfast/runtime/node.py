@@ -39,6 +39,9 @@ from holdfast.store import open_metadata, open_store
 logger = logging.getLogger("holdfast.node")
 
 TICK_SECONDS = 0.25
+COMMIT_SECONDS_MAX = 3.0
+"""A node whose commits take longer should get no clients: theirs would hang like everybody's."""
+
 PURGE_MAX = 500
 UPKEEP_RESTS = 4.0
 """Upkeep takes a fifth of the time, unless there is so much to do that it falls behind."""
@@ -171,6 +174,8 @@ class Node:
         """Why this node should get no clients; None: it is well."""
         if not self.ready:
             return self.failure or "starting or stopping"
+        if (waiting := self.ingest.waiting_seconds) > COMMIT_SECONDS_MAX:
+            return f"the store has not taken what was published for {waiting:.0f} s"
         return self.failure or self.supervisor.problem
 
     async def stop(self) -> None:

@@ -110,31 +110,17 @@ class Sessions:
                 self._locks.pop(client_id, None)
 
     async def _join(self, connection: Connection, packet: p.Connect, client_id: str, welcomed: Welcomed) -> None:
-        heads = self._delivery.machine.every_head
         session, present = await self._session_for(packet, client_id)
-        was_durable = session.durable
-        session.epoch += 1
-        session.expiry_seconds = self.bounded_expiry(effective_expiry(packet))
-        will = packet.will
-        delay = min(will.delay, session.expiry_seconds) if will else 0
-        if session.durable:
-            await self._keeper.save(record_of(session, connected=True, now=time.time()))
-        elif was_durable and present:
-            await self._keeper.forget(client_id, session.subscriptions.filters, self._delivery.heads)
-        kept = self._wills.keep(connection, client_id, will, delay)
+        expiry = session.expiry_seconds
         try:
-            if kept is not None:
-                await kept
-            again = await self._under_way(session)
-            if connection.closed or connection.transport.is_closing():
-                session.detach(self._delivery.heads, self._delivery.machine.sealed)
-                self._wills.left(connection, client_id, will, delay)
-                self._expire_later(client_id, time.time(), session.expiry_seconds)
-                return
-            self._trimmed(session, session.attach(heads(), time.time()))
+            again = await self._prepare(connection, packet, session, present)
         except Exception:
-            self._wills.left(connection, client_id, None, 0)  # it is not going to be welcome
+            self._not_welcome(connection, session, present, expiry)
             raise
+        if again is None:
+            self._not_welcome(connection, session, present, expiry)
+            return
+        self._wills.withdraw(client_id)
         self.connections[client_id] = connection
         welcomed(session, present)
         if not connection.machine.open or connection.outlet is None:
@@ -146,6 +132,40 @@ class Sessions:
         if self._groups_enabled:
             for filter_text, subscription in session.subscriptions.shared.items():
                 await self._groups.join(connection, session, parse_share(filter_text), subscription)
+
+    async def _prepare(
+        self, connection: Connection, packet: p.Connect, session: Session, present: bool
+    ) -> Callable[[int, int], bytes] | None:
+        """Everything before the welcome; what is to be sent again after it. None: the client has gone meanwhile."""
+        client_id, was_durable = session.client_id, session.durable
+        session.epoch += 1
+        session.expiry_seconds = self.bounded_expiry(effective_expiry(packet))
+        if session.durable:
+            await self._keeper.save(record_of(session, connected=True, now=time.time()))
+        elif was_durable and present:
+            await self._keeper.forget(client_id, session.subscriptions.filters, self._delivery.heads)
+        will = packet.will
+        kept = self._wills.keep(connection, client_id, will, min(will.delay, session.expiry_seconds) if will else 0)
+        if kept is not None:
+            await kept
+        again = await self._under_way(session)
+        if connection.closed or connection.transport.is_closing():
+            return None
+        self._trimmed(session, session.attach(self._delivery.machine.every_head(), time.time()))
+        return again
+
+    def _not_welcome(self, connection: Connection, session: Session, present: bool, expiry: int) -> None:
+        """It went, or could not be taken, before it was told that it is welcome: nothing it asked for holds.
+
+        A session that began with it ends with it, and one that was there goes on as it was.
+        """
+        self._wills.not_welcome(connection, session.client_id)
+        session.expiry_seconds = expiry
+        session.detach(self._delivery.heads, self._delivery.machine.sealed)
+        if present:
+            self._goes_on_alone(session)
+        elif not self.closing:
+            self._spawn(self._end(session.client_id, only=session))
 
     async def _session_for(self, packet: p.Connect, client_id: str) -> tuple[Session, bool]:
         """The session this CONNECT takes over or begins, and whether it was there."""
@@ -233,13 +253,17 @@ class Sessions:
         will = connection.will
         self._wills.left(connection, client_id, will, min(will.delay, session.expiry_seconds) if will else 0)
         self._notices.emit(Gone(client_id, not session.durable))
+        self._goes_on_alone(session)
+
+    def _goes_on_alone(self, session: Session) -> None:
+        """Until it expires, which may be at once."""
         if self.closing:
             return
         if not session.durable:
-            self._spawn(self._end(client_id, only=session))
+            self._spawn(self._end(session.client_id, only=session))
             return
         session.positions.dirty.update(session.positions.behind)
-        self._expire_later(client_id, time.time(), session.expiry_seconds)
+        self._expire_later(session.client_id, time.time(), session.expiry_seconds)
         self._spawn(self._save_away(session, session.epoch))
 
     async def _save_away(self, session: Session, epoch: int) -> None:
@@ -302,8 +326,8 @@ class Sessions:
             await self._expire(heapq.heappop(self._expiries)[2])
 
     async def _expire(self, client_id: str) -> None:
-        """Its time may have come; unless it came back, or left again later."""
-        if client_id in self.connections:
+        """Its time may have come; unless it is back, is just coming back, or left again later."""
+        if client_id in self.connections or client_id in self._locks:
             return
         record, session = self.stored.get(client_id), self.known.get(client_id)
         overdue = record is not None and record.disconnected_at + record.expiry_seconds <= time.time()

@@ -123,6 +123,8 @@ class Subscribing:
                 elif await self._add_subscription(connection, session, packet, request, start):
                     retained.append(request.filter)
             reasons.append(reason)
+        if connection.session is not session:
+            return b"", _nothing
         if changed and session.durable:
             await self._keeper.save(record_of(session, connected=True, now=time.time()))
         for request, reason in zip(packet.filters, reasons, strict=True):
@@ -201,8 +203,8 @@ class Subscribing:
             identifier=packet.subscription_identifier,
             born=record.born,
         )
-        session.subscriptions.shared[request.filter] = subscription
         if connection.session is session:
+            session.subscriptions.shared[request.filter] = subscription
             await self._groups.join(connection, session, group, subscription)
 
     async def _add_subscription(
@@ -235,7 +237,7 @@ class Subscribing:
                     return False
                 self._start_earlier(session, subscription, asked, found)
         new = session.subscribe(subscription)
-        if connection.session is session and connection.outlet is not None:
+        if connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
         if start is not None and session.durable:
             # They only go forward, and may say, be it of an earlier subscription, that it had what it wants now.

@@ -81,12 +81,26 @@ class Wills:
             self._wait(found.client_id, will, min(found.due or inf, now + found.delay), None)
 
     def keep(self, connection: Connection, client_id: str, will: p.Will | None, delay: int) -> Saving:
-        """A client has connected: whatever will there was is void. Resolved when the new one is durable."""
-        self._withdraw(client_id)
+        """A client is about to be welcome, with this will or none. Resolved when that is durable."""
         if will is None or will.topic.startswith("$"):
             return self._forget(client_id)
         self._kept[client_id] = connection
         return self._save(client_id, will, delay, due=0.0)
+
+    def withdraw(self, client_id: str) -> None:
+        """The client is welcome: a will that it left behind is void."""
+        self._withdraw(client_id)
+
+    def not_welcome(self, connection: Connection, client_id: str) -> None:
+        """What was kept for this connection is not its client's will: that is the one left behind, if there is one."""
+        if self._kept.get(client_id, connection) is not connection:
+            return  # it did not come so far
+        for due, _, of, will, owner in self._pending:
+            if of == client_id:
+                self._kept[client_id] = owner
+                self._save(client_id, will, will.delay, due)
+                return
+        self._forget(client_id)
 
     def left(self, connection: Connection, client_id: str, will: p.Will | None, delay: int) -> None:
         """The connection is over; without a will, or with one whose time has come or will come."""
