@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 from urllib.parse import quote
 
@@ -55,11 +54,6 @@ class Bench:
 
     def say(self, client: Client, message: Any, group: GroupId = G) -> tuple[int, str]:
         return self.members.publish(client, client.way("from", group), wire.encode(message))
-
-    def run_work(self) -> None:
-        work, self.work = self.work, []
-        for each in work:
-            asyncio.run(each)
 
 
 def wanted(client: Client, incarnation: int = 1, number: int = 1, life: int = 1, carried: Any = ()) -> m.FindLeader:
