@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "keys": {"model"},
     "log": {"model", "errors", "topics"},
     "metadata": {"errors", "jitter"},
-    "store": {"log", "metadata", "model", "errors", "jitter"},
+    "store": {"sessions", "log", "metadata", "model", "errors", "jitter"},
     "mqtt": {"machine", "model", "errors", "topics"},
     "cursors": {"metadata", "model", "errors"},
     "groups": {"machine", "cursors", "keys", "model", "errors", "topics"},

@@ -21,6 +21,9 @@ Epoch = NewType("Epoch", int)
 Micros = int
 """A point in time: microseconds since 1970, UTC."""
 
+LOG = "messages"
+"""The log that clients publish to."""
+
 RETAIN = 0b100
 """In a message's flags: the retain bit. The two lowest bits are the QoS."""
 

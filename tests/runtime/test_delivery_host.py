@@ -13,10 +13,9 @@ import holdfast
 from holdfast.delivery.delivery import Blocked
 from holdfast.delivery.outlet import Outlet
 from holdfast.log import Log
-from holdfast.model import Batch, Message, Stream
+from holdfast.model import LOG, Batch, Message, Stream
 from holdfast.mqtt import codec
 from holdfast.runtime.delivery import DeliveryHost
-from holdfast.runtime.ingest import LOG
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
 

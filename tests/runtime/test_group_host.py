@@ -16,9 +16,8 @@ from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.log import Log
 from holdfast.machine import Address
-from holdfast.model import Batch, Stream
+from holdfast.model import LOG, Batch, Stream
 from holdfast.runtime.groups import GroupHost
-from holdfast.runtime.ingest import LOG
 from holdfast.runtime.memberships import Membership
 from holdfast.runtime.supervisor import Supervisor
 from holdfast.sessions.session import Session

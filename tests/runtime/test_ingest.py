@@ -10,9 +10,9 @@ from typing import Any
 import holdfast
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.log.contract import Retained
-from holdfast.model import RETAIN, Stream
+from holdfast.model import LOG, RETAIN, Stream
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, pubacks, pubacks_where
-from holdfast.runtime.ingest import LOG, Crowd, Ingest
+from holdfast.runtime.ingest import Crowd, Ingest
 
 SECONDS = 10.0
 

@@ -108,6 +108,10 @@ class Retained(NamedTuple):
     time: Micros
 
 
+ReceivedId = tuple[str, str, int]
+"""A QoS 2 publish that is stored and not released yet: client id, the session's `born`, packet id."""
+
+
 class Run(NamedTuple):
     """One bucket of one index run: which topic hashes occur in which blocks of offsets [first, past)."""
 
@@ -232,13 +236,15 @@ class Backend(Protocol):
         key: Key | None,
         now: Micros,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> tuple[list[Landed], bool] | None:
         """Add the blocks, each at the end of its stream, all or none; durable on return.
 
         Offsets are assigned under the stream's lock in the same transaction: no gap, and offset n+1 is never
         visible before n. None if the generation has been sealed. The bool says that the key was a repeat.
         Raises PreconditionFailed if an expected next offset is not the actual one. Retained messages are kept
-        (or, with an empty payload, cleared) in the same transaction, the last one for a topic winning.
+        (or, with an empty payload, cleared) in the same transaction, the last one for a topic winning. So are
+        the packet ids of what was received with QoS 2; `SessionTable.received` tells of them.
         """
 
     def retained(self, log: str) -> list[Retained]:

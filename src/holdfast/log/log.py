@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -24,9 +25,11 @@ from holdfast.log.contract import (
     Generation,
     Head,
     Key,
+    Landed,
     NewBlock,
     Placed,
     Reading,
+    ReceivedId,
     Retained,
     Skipped,
 )
@@ -54,6 +57,19 @@ BYTES_MAX = 64 << 20
 _DIRECTORY_PAGE = 256
 _FETCH_BYTES = 8 << 20
 _TOPICS_REMEMBERED = 500_000
+
+
+class Prepared(NamedTuple):
+    """A batch as blocks of one generation, which are not stored yet."""
+
+    log: str
+    generation: int
+    now: Micros
+    blocks: list[NewBlock]
+    topics: dict[str, int]
+    """Those that may be new to the generation, with their hashes."""
+    contents: list[Data | pa.RecordBatch]
+    rows: list[Sequence[int] | None]
 
 
 class Log:
@@ -145,12 +161,14 @@ class Log:
         expect: Mapping[int, int] | None = None,
         key: Key | None = None,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> Appended:
         """Append a batch: one block per touched stream, all in one transaction, durable on return.
 
         `expect` names, by shard, the offset the next message must get (`ABSENT`: the stream must be empty).
         `key` makes a repeat recognisable: it changes nothing and returns what the first time returned.
-        `retained` are last words on their topics, kept or cleared in the same transaction.
+        `retained` are last words on their topics, kept or cleared in the same transaction; `received` are packet
+        ids that are remembered with it.
         """
         _check_columns(batch)
         while True:
@@ -158,16 +176,36 @@ class Log:
             split = self._split(batch, shard_by, generation.shards)
             if expect is not None:
                 _check_expected(expect, generation.shards)
-            appended = self._append(log, generation.number, split, expect or {}, key, retained)
+            appended = self._append(log, generation.number, split, expect or {}, key, retained, received)
             if appended is not None:
                 return appended
-            self._open.pop(log, None)  # sealed meanwhile: the next generation may shard differently
+            self.sealed(log)
 
     def append_sharded(
-        self, log: str, generation: int, parts: Mapping[int, Batch], retained: Sequence[Retained] = ()
+        self,
+        log: str,
+        generation: int,
+        parts: Mapping[int, Batch],
+        retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> Appended | None:
         """As `append`, for a host that has sorted its rows by shard already; None: sealed meanwhile."""
-        return self._append(log, generation, [(s, part, None) for s, part in parts.items()], {}, None, retained)
+        split = [(s, part, None) for s, part in parts.items()]
+        return self._append(log, generation, split, {}, None, retained, received)
+
+    def prepare(self, log: str, batch: Batch) -> Prepared:
+        """Blocks for the open generation, for a transaction that changes more than the log.
+
+        Whoever makes it says `landed` when it is committed; or `sealed`, if the generation took no more blocks, and
+        prepares them anew.
+        """
+        _check_columns(batch)
+        shard_by, generation = self._generation(log)
+        return self._prepare(log, generation.number, self._split(batch, shard_by, generation.shards))
+
+    def sealed(self, log: str) -> None:
+        """The generation that was open takes no more blocks; the next one may shard differently."""
+        self._open.pop(log, None)
 
     def shard_of(self, log: str, publisher: str, topic: str) -> tuple[int, int]:
         """The open generation, and the shard in it a message would go to."""
@@ -182,29 +220,42 @@ class Log:
         expect: Mapping[int, int],
         key: Key | None,
         retained: Sequence[Retained],
+        received: Sequence[ReceivedId],
     ) -> Appended | None:
-        now = self.clock()
-        known = self._known.setdefault((log, generation), {})
-        fresh: dict[str, int] = {}
-        new_blocks, made = [], []
-        for shard, rows, _ in split:
-            hashes = index.pack(_hashes(rows.topics, known, fresh))
-            data, batch, oldest, newest = _block(rows, now)
-            new_blocks.append(NewBlock(shard, len(rows), oldest, newest, blocks.checksum(data), hashes, data))
-            made.append(data if batch is None else batch)
-        outcome = self.backend.append(log, generation, new_blocks, sorted(fresh), expect, key, now, retained)
+        made = self._prepare(log, generation, split)
+        outcome = self.backend.append(
+            log, generation, made.blocks, sorted(made.topics), expect, key, made.now, retained, received
+        )
         if outcome is None:
             return None
         landed, repeated = outcome
         if repeated:
             return Appended(self._as_before(log, generation, landed, split), repeated=True)
-        if len(known) + len(fresh) > _TOPICS_REMEMBERED:
+        return self.landed(made, landed)
+
+    def _prepare(self, log: str, generation: int, split: Sequence[tuple[int, Batch, Sequence[int] | None]]) -> Prepared:
+        now = self.clock()
+        known = self._known.setdefault((log, generation), {})
+        made = Prepared(log, generation, now, [], {}, [], [])
+        for shard, rows, rows_taken in split:
+            hashes = index.pack(_hashes(rows.topics, known, made.topics))
+            data, batch, oldest, newest = _block(rows, now)
+            made.blocks.append(NewBlock(shard, len(rows), oldest, newest, blocks.checksum(data), hashes, data))
+            made.contents.append(data if batch is None else batch)
+            made.rows.append(rows_taken)
+        return made
+
+    def landed(self, made: Prepared, landed: Sequence[Landed]) -> Appended:
+        """These blocks are durable: readers here find them in memory, and everyone who watches is told."""
+        log, generation = made.log, made.generation
+        known = self._known.setdefault((log, generation), {})
+        if len(known) + len(made.topics) > _TOPICS_REMEMBERED:
             known.clear()
-        known.update(fresh)
+        known.update(made.topics)
         placed = []
-        for place, recent, block, (shard, _, rows_taken) in zip(landed, made, new_blocks, split, strict=True):
+        for place, recent, block, rows in zip(landed, made.contents, made.blocks, made.rows, strict=True):
             self.cache.put(place.body, recent, len(block.data))
-            placed.append(Placed(Stream(log, shard, generation), place.base, place.messages, rows_taken))
+            placed.append(Placed(Stream(log, block.shard, generation), place.base, place.messages, rows))
         self._watcher.tell(log, sum(place.messages for place in landed))
         return Appended(placed)
 

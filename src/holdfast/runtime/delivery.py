@@ -20,10 +20,9 @@ from holdfast.log import Appended, Chunk, Log
 from holdfast.log import blocks as columns
 from holdfast.log.history import History
 from holdfast.machine import TICK
-from holdfast.model import Batch, Stream
+from holdfast.model import LOG, Batch, Stream
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.connection import Connection
-from holdfast.runtime.ingest import LOG
 from holdfast.sessions.positions import Gap
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.rows import Rows

@@ -16,10 +16,9 @@ from holdfast.groups.protocol.view import GroupView, StreamHead, first_unacked
 from holdfast.groups.record import GroupRecord, expired
 from holdfast.log import Log
 from holdfast.machine import Address
-from holdfast.model import Start, Stream
+from holdfast.model import LOG, Start, Stream
 from holdfast.runtime.delivery import rows_of
 from holdfast.runtime.group_store import Gap, GroupOptions, GroupStore
-from holdfast.runtime.ingest import LOG
 
 logger = logging.getLogger("holdfast.groups")
 

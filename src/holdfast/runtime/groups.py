@@ -33,13 +33,12 @@ from holdfast.log import Log
 from holdfast.log.history import History
 from holdfast.machine import Address, Send
 from holdfast.metadata import Metadata
-from holdfast.model import Next, Start, Stream
+from holdfast.model import LOG, Next, Start, Stream
 from holdfast.runtime.bus import NodeBus
 from holdfast.runtime.dead_letters import DeadLetters, DeadLetterStore
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.group_admin import GroupAdmin
 from holdfast.runtime.group_store import GroupStore
-from holdfast.runtime.ingest import LOG
 from holdfast.runtime.memberships import LoanDelivery, Memberships
 from holdfast.runtime.offset_reader import Found, read_offsets
 from holdfast.runtime.supervisor import Supervisor

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from holdfast.errors import HoldfastError
 from holdfast.log import Appended, Log
 from holdfast.log.contract import Retained
-from holdfast.model import RETAIN, Batch, now_micros
+from holdfast.model import LOG, RETAIN, Batch, now_micros
 from holdfast.mqtt.fastpath import Inbox
 
 
@@ -42,8 +42,6 @@ class Publisher(Protocol):
 
 
 logger = logging.getLogger("holdfast.ingest")
-
-LOG = "messages"
 
 COMMIT_EVERY_SECONDS = 0.0011
 """Commits begin no closer to each other than this, unless nobody is left to wait for."""

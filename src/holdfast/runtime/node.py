@@ -14,7 +14,7 @@ from holdfast.auth.authenticator import Authenticator
 from holdfast.errors import HoldfastError
 from holdfast.keys import cursors_of_stream
 from holdfast.log.retention import RetentionSettings, maintain
-from holdfast.model import RETAIN, Stream
+from holdfast.model import LOG, RETAIN, Stream
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.batch_members import PREFIX as BATCH_MEMBERS
@@ -23,7 +23,7 @@ from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.front import Front, auth_options
 from holdfast.runtime.groups import GroupHost
-from holdfast.runtime.ingest import LOG, Ingest
+from holdfast.runtime.ingest import Ingest
 from holdfast.runtime.keeper import Keeper
 from holdfast.runtime.metrics import Metrics
 from holdfast.runtime.notices import Notices

@@ -19,7 +19,7 @@ from holdfast.groups.protocol.nouns import GroupId, Key, check_key
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.shares import is_shared, parse_share
 from holdfast.log import Log
-from holdfast.model import At, Beginning, Next, Since, Start, Stream, parse_start
+from holdfast.model import LOG, At, Beginning, Next, Since, Start, Stream, parse_start
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
@@ -27,7 +27,7 @@ from holdfast.runtime import notices
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.delivery import DeliveryHost
-from holdfast.runtime.ingest import LOG, Ingest
+from holdfast.runtime.ingest import Ingest
 from holdfast.runtime.keeper import Keeper
 from holdfast.sessions.records import record_of
 from holdfast.sessions.session import Session

@@ -12,6 +12,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from holdfast.errors import RequestError
+from holdfast.log.contract import ReceivedId
+from holdfast.topics import check_topic
+
+TEXT_BYTES_MAX = 65_535
+
 
 class StoredWill(msgspec.Struct, frozen=True):
     """What is published for a client that was lost."""
@@ -81,6 +87,8 @@ class FilterCounts(NamedTuple):
     counts: dict[str, int]
     version: int
     """To go on from."""
+    whole: bool = False
+    """These are all there are: whatever else was told before is over."""
 
 
 class SessionTable(Protocol):
@@ -93,7 +101,12 @@ class SessionTable(Protocol):
         """The rows there are, dead ones included."""
 
     def write(self, writes: Sequence[RowWrite]) -> list[Verdict]:
-        """All in one transaction, each with its own verdict, in order. A client id occurs once."""
+        """All in one transaction, each with its own verdict, in order. A client id occurs once.
+
+        `read` shows it on return. A dead row is a row: `expected` None is refused, who takes it names its epoch and
+        seq. RequestError: the call makes no sense, and nothing of it was done. OutcomeUnknown: all of it or nothing
+        was done, perhaps only later.
+        """
 
     def due(self, now: float, limit: int) -> list[SessionRow]:
         """Rows whose `due` has come, the oldest first. Nodes that ask at the same time may get the same rows."""
@@ -105,10 +118,62 @@ class SessionTable(Protocol):
         """Every lease that a row names."""
 
     def bury(self, before: float, limit: int) -> int:
-        """Remove dead rows with `left_at` before this for good; how many."""
+        """Remove dead rows with `left_at` before this for good; how many. Counts of 0 since then go too."""
 
     def filters_since(self, version: int) -> FilterCounts:
-        """What changed since; from 0 on: everything. A count of 0: nobody any more. May repeat what was told."""
+        """What changed since; from 0 on: everything. A count of 0: nobody any more. May repeat what was told.
+
+        Whoever goes on from the version of the last answer misses nothing, however late a commit becomes visible. If
+        it was away for so long that counts of 0 are gone, it gets everything anew, and is told that it is `whole`.
+        """
 
     def count(self) -> int:
         """How many sessions there are, dead ones not counted."""
+
+    def received(self, client_ids: Collection[str]) -> dict[str, set[int]]:
+        """Packet ids of QoS 2 publishes that are in the log and were not released, of those that have any.
+
+        `Log.append` stores them with the publishes. They belong to one life of a session: as soon as the row is
+        taken with another `born`, or dead, they are gone.
+        """
+
+    def release(self, received: Sequence[ReceivedId]) -> None:
+        """These packet ids are free again (PUBREL). Those that are not there do no harm."""
+
+
+def check_writes(writes: Sequence[RowWrite]) -> None:
+    """RequestError if any store could not do this, or would do it wrongly."""
+    check_client_ids([write.row.client_id for write in writes])
+    if len({write.row.client_id for write in writes}) < len(writes):
+        raise RequestError("a client id occurs twice among the rows of one write")
+    for row, expected, take, publish, subscribed, unsubscribed in writes:
+        if not take:
+            if expected is None:
+                raise RequestError(f"client {row.client_id!r}: a row is inserted by a take only")
+            if row.epoch != expected[0] or row.seq <= expected[1]:
+                raise RequestError(
+                    f"client {row.client_id!r}: expected a later seq of epoch and seq {expected},"
+                    f" got {(row.epoch, row.seq)}"
+                )
+        if publish is not None:
+            check_topic(publish.topic)
+        for text in (*subscribed, *unsubscribed):
+            _check_text("filter", text)
+
+
+def check_client_ids(client_ids: Collection[str]) -> None:
+    for client_id in client_ids:
+        _check_text("client id", client_id)
+        if not client_id:
+            raise RequestError("a client id is empty")
+
+
+def _check_text(what: str, text: str) -> None:
+    if "\0" in text:
+        raise RequestError(f"{what} {text[:100]!r} contains NUL")
+    try:
+        size = len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{what} {text[:100]!r} is not valid Unicode") from error
+    if size > TEXT_BYTES_MAX:
+        raise RequestError(f"{what} {text[:100]!r}… has {size} bytes; it takes up to {TEXT_BYTES_MAX}")

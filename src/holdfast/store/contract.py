@@ -14,6 +14,7 @@ from holdfast.log.log import Log
 from holdfast.log.manifest import Manifest
 from holdfast.log.staging import Staging
 from holdfast.metadata.contract import Metadata
+from holdfast.sessions.table import SessionTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,9 @@ class Store(Protocol):
 
     def metadata(self) -> Metadata:
         """Its small keys. One object, however often it is asked for; closing it closes the store."""
+
+    def sessions(self) -> SessionTable:
+        """Its sessions, whose wills go to its log. One object, however often it is asked for."""
 
     def staging(self) -> Staging:
         """Blocks that wait for their job. RequestError if the store lives in one process only."""

@@ -20,11 +20,10 @@ from holdfast.errors import Conflict, HoldfastError, PeerError, RequestError, St
 from holdfast.groups.protocol import messages as messages_of_groups
 from holdfast.groups.protocol.nouns import GroupId, Key, Policy
 from holdfast.groups.shares import check_group_name
-from holdfast.model import At, Start, Stream, now_micros, parse_start
+from holdfast.model import LOG, At, Start, Stream, now_micros, parse_start
 from holdfast.mqtt.properties import decode_publish
 from holdfast.mqtt.wire import topic_name
 from holdfast.runtime.group_store import GroupOptions
-from holdfast.runtime.ingest import LOG
 from holdfast.runtime.node import Node
 from holdfast.sessions.session import Session
 from holdfast.topics import check_filter, check_topic

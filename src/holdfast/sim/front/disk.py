@@ -12,13 +12,11 @@ from holdfast.log.contract import Retained
 from holdfast.metadata.contract import Lease, Metadata, Preconditions, VersionMismatch, Versions
 from holdfast.metadata.entries import Change, Entry, Put
 from holdfast.metadata.watch import Watch
-from holdfast.model import RETAIN, Batch, Stream
+from holdfast.model import LOG, RETAIN, Batch, Stream
 from holdfast.sessions.positions import Gap
 from holdfast.sessions.rows import Rows
 from holdfast.sim.front.world import World
 from holdfast.topics import Wanted
-
-LOG = "messages"
 
 
 class StoreDown(HoldfastError):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from holdfast.errors import StoreError
-from holdfast.log.contract import Key, Landed, NewBlock, Retained
+from holdfast.log.contract import Key, Landed, NewBlock, ReceivedId, Retained
 from holdfast.model import Micros
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ class Transaction(Db, Protocol):
         key: Key | None,
         now: Micros,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> tuple[list[Landed], bool]:
         """As `Backend.append`, within this transaction.
 

@@ -16,6 +16,7 @@ from holdfast.log.contract import (
     Key,
     Landed,
     NewBlock,
+    ReceivedId,
     Retained,
     Run,
     check_expected,
@@ -48,7 +49,8 @@ class MemoryLog:
     """The seam of `contract.py` in dictionaries, under one lock."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Guards everything here, and what else changes together with a log."""
         self._logs: dict[str, str] = {}
         self._generations: dict[str, dict[int, Generation]] = {}
         self._streams: dict[Stream, _MemoryStream] = {}
@@ -57,10 +59,12 @@ class MemoryLog:
         self._topics: dict[tuple[str, int], set[str]] = {}
         self._writers: dict[str, tuple[int, list[Landed], Micros]] = {}
         self._retained: dict[tuple[str, str], Retained] = {}
+        self.received: dict[str, set[tuple[str, int]]] = {}
+        """By client id: `born` of the session, and packet id."""
         self._last_body = 0
 
     def create_log(self, log: str, shards: int, shard_by: str, now: Micros) -> None:
-        with self._lock:
+        with self.lock:
             if log not in self._logs:
                 self._logs[log] = shard_by
                 self._generations[log] = {}
@@ -75,20 +79,20 @@ class MemoryLog:
             self._streams[name] = self._by_id[stream.id] = stream
 
     def logs(self) -> dict[str, str]:
-        with self._lock:
+        with self.lock:
             return dict(sorted(self._logs.items()))
 
     def generations(self, log: str) -> list[Generation]:
-        with self._lock:
+        with self.lock:
             return list(self._generations.get(log, {}).values())
 
     def heads(self, log: str) -> list[Head]:
-        with self._lock:
+        with self.lock:
             found = [s.head() for s in self._streams.values() if s.name.log == log]
             return sorted(found, key=lambda head: (head.stream.generation, head.stream.shard))
 
     def head(self, stream: Stream) -> Head | None:
-        with self._lock:
+        with self.lock:
             found = self._streams.get(stream)
             return found.head() if found else None
 
@@ -102,8 +106,9 @@ class MemoryLog:
         key: Key | None,
         now: Micros,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> tuple[list[Landed], bool] | None:
-        with self._lock:
+        with self.lock:
             if key is not None:
                 sequence, placed, _ = self._writers.get(key.writer, (-1, [], 0))
                 if sequence >= key.sequence:
@@ -129,6 +134,8 @@ class MemoryLog:
                 self._retained.pop((log, last.topic), None)
                 if last.payload:
                     self._retained[log, last.topic] = last
+            for client_id, born, packet_id in received:
+                self.received.setdefault(client_id, set()).add((born, packet_id))
             if key is not None:
                 self._writers[key.writer] = (key.sequence, landed, now)
             return landed, False
@@ -139,42 +146,42 @@ class MemoryLog:
         return BlockEntry(base, block.messages, len(block.data), newest, block.checksum, self._last_body)
 
     def retained(self, log: str) -> list[Retained]:
-        with self._lock:
+        with self.lock:
             return [last for (name, _), last in self._retained.items() if name == log]
 
     def forget_retained(self, log: str, gone: Sequence[tuple[str, Micros]]) -> None:
-        with self._lock:
+        with self.lock:
             for topic, time in gone:
                 last = self._retained.get((log, topic))
                 if last is not None and last.time == time:
                     del self._retained[log, topic]
 
     def entries(self, stream: int, offset: int, limit: int) -> list[BlockEntry]:
-        with self._lock:
+        with self.lock:
             found = self._by_id[stream]
             at = found.at(offset)
             return found.entries[at : at + limit]
 
     def entries_at(self, stream: int, offsets: Sequence[int]) -> list[BlockEntry]:
-        with self._lock:
+        with self.lock:
             found = self._by_id[stream]
             places = sorted({found.at(offset) for offset in offsets})
             return [found.entries[place] for place in places if place < len(found.entries)]
 
     def bodies(self, ids: Sequence[int]) -> dict[int, Data]:
-        with self._lock:
+        with self.lock:
             return {body: self._bodies[body][1] for body in ids if body in self._bodies}
 
     def hashes(self, ids: Sequence[int]) -> dict[int, bytes]:
-        with self._lock:
+        with self.lock:
             return {body: self._bodies[body][0] for body in ids if body in self._bodies}
 
     def topics(self, log: str, generation: int, prefix: str) -> list[str]:
-        with self._lock:
+        with self.lock:
             return [topic for topic in self._topics.get((log, generation), ()) if topic.startswith(prefix)]
 
     def seal(self, log: str, shards: int | None, now: Micros) -> Generation:
-        with self._lock:
+        with self.lock:
             open_ = next((g for g in self._generations[log].values() if g.sealed_at is None), None)
             if open_ is None:
                 raise UnknownStream(f"log {log!r} has no open generation")
@@ -186,7 +193,7 @@ class MemoryLog:
             return opened
 
     def drop(self, log: str, generation: int) -> None:
-        with self._lock:
+        with self.lock:
             gone = self._generations[log].pop(generation)
             self._topics.pop((log, generation))
             for shard in range(gone.shards):
@@ -199,7 +206,7 @@ class MemoryLog:
         return 0
 
     def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
-        with self._lock:
+        with self.lock:
             found = self._by_id[stream]
             at = found.at(old[0].base)
             if found.entries[at : at + len(old)] != list(old):
@@ -212,15 +219,15 @@ class MemoryLog:
             return True
 
     def indexed_to(self, stream: int) -> int:
-        with self._lock:
+        with self.lock:
             return max((run.past for run in self._by_id[stream].runs), default=0)
 
     def runs(self, stream: int, buckets: Sequence[int], offset: int) -> list[Run]:
-        with self._lock:
+        with self.lock:
             return [run for run in self._by_id[stream].runs if run.bucket in buckets and run.past > offset]
 
     def put_runs(self, stream: int, old: Iterable[tuple[int, int]], new: Sequence[Run]) -> None:
-        with self._lock:
+        with self.lock:
             gone = set(old)
             found = self._by_id[stream]
             found.runs = sorted(
@@ -229,14 +236,14 @@ class MemoryLog:
             )
 
     def forget_writers(self, before: Micros) -> int:
-        with self._lock:
+        with self.lock:
             silent = [writer for writer, (_, _, at) in self._writers.items() if at < before]
             for writer in silent:
                 del self._writers[writer]
             return len(silent)
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        with self._lock:
+        with self.lock:
             totals: dict[str, tuple[int, int]] = {}
             for stream in self._streams.values():
                 messages, shape = totals.get(stream.name.log, (0, 0))

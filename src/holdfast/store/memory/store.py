@@ -10,8 +10,10 @@ from holdfast.log.manifest import Manifest
 from holdfast.log.staging import Staging
 from holdfast.log.watch import Watcher
 from holdfast.metadata.contract import Metadata
+from holdfast.sessions.table import SessionTable
 from holdfast.store.memory.log import MemoryLog
 from holdfast.store.memory.metadata import MemoryMetadata, MemoryState
+from holdfast.store.memory.sessions import MemorySessionTable, SessionState
 
 
 class _Contents:
@@ -19,6 +21,7 @@ class _Contents:
 
     def __init__(self) -> None:
         self.log, self.watcher, self.keys = MemoryLog(), Watcher(), MemoryState()
+        self.sessions = SessionState()
 
 
 _named: dict[str, _Contents] = {}
@@ -33,6 +36,7 @@ class MemoryStore:
             contents = _named.setdefault(name, _Contents()) if name else _Contents()
         self._log = Log(contents.log, contents.watcher, on_close=self.close)
         self._metadata = MemoryMetadata(contents.keys, self.close)
+        self._sessions = MemorySessionTable(contents.sessions, contents.log, self._log)
         self._closed = False
 
     def log(self) -> Log:
@@ -40,6 +44,9 @@ class MemoryStore:
 
     def metadata(self) -> Metadata:
         return self._metadata
+
+    def sessions(self) -> SessionTable:
+        return self._sessions
 
     def staging(self) -> Staging:
         raise RequestError("a store in memory cannot be written to by other processes; use sqlite or postgresql")

@@ -22,6 +22,7 @@ from holdfast.log.contract import (
     Key,
     Landed,
     NewBlock,
+    ReceivedId,
     Retained,
     Run,
 )
@@ -83,11 +84,12 @@ class PostgresLog:
         key: Key | None,
         now: Micros,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> tuple[list[Landed], bool] | None:
         ours = key or self._own_key()
         try:
             landed, repeated = self.database.change(
-                lambda change: change.append(log, generation, blocks, topics, expect, ours, now, retained),
+                lambda change: change.append(log, generation, blocks, topics, expect, ours, now, retained, received),
                 repeatable=True,
             )
         except GenerationSealed:

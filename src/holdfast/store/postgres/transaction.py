@@ -13,7 +13,16 @@ from typing import Any
 import psycopg
 
 from holdfast.errors import StoreError
-from holdfast.log.contract import GenerationSealed, Key, Landed, NewBlock, Retained, check_expected, placed_from
+from holdfast.log.contract import (
+    GenerationSealed,
+    Key,
+    Landed,
+    NewBlock,
+    ReceivedId,
+    Retained,
+    check_expected,
+    placed_from,
+)
 from holdfast.model import Micros
 from holdfast.store.in_sql.database import Row, Rows
 
@@ -38,6 +47,10 @@ _INSERT_BLOCK = """
     with body as (insert into bodies (hashes, data) values (%b, %b) returning id)
     insert into blocks (stream, base, messages, bytes, newest, checksum, body)
     select %s::bigint, %s::bigint, %s::bigint, %s::bigint, %s::bigint, %s::bigint, id from body returning body
+"""
+
+_RECEIVED = """
+    insert into session_received select * from unnest(%s::text[], %s::text[], %s::integer[]) on conflict do nothing
 """
 
 
@@ -80,6 +93,7 @@ class PostgresTransaction:
         key: Key | None,
         now: Micros,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> tuple[list[Landed], bool]:
         db = self._connection
         with db.pipeline():
@@ -121,6 +135,8 @@ class PostgresTransaction:
                         " time = excluded.time",
                         (log, *last),
                     )
+            if received:
+                db.execute(_RECEIVED, [list(column) for column in zip(*sorted(received), strict=True)])
             landed = [Landed(b.shard, base, b.messages, _only(cursor)) for b, base, cursor in places]
             if key is not None:
                 db.execute("update writers set placed = %s where writer = %s", (json.dumps(landed), key.writer))

@@ -15,6 +15,7 @@ from holdfast.log.contract import (
     Key,
     Landed,
     NewBlock,
+    ReceivedId,
     Retained,
     Run,
 )
@@ -81,10 +82,11 @@ class SqliteLog:
         key: Key | None,
         now: Micros,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> tuple[list[Landed], bool] | None:
         try:
             return self.database.change(
-                lambda change: change.append(log, generation, blocks, topics, expect, key, now, retained)
+                lambda change: change.append(log, generation, blocks, topics, expect, key, now, retained, received)
             )
         except GenerationSealed:
             return None

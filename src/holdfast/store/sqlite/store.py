@@ -8,10 +8,12 @@ from holdfast.log.log import Log
 from holdfast.log.manifest import Manifest
 from holdfast.log.staging import Staging
 from holdfast.metadata.contract import Metadata
+from holdfast.sessions.table import SessionTable
 from holdfast.store.in_sql.manifest import SqlManifest
 from holdfast.store.sqlite.database import SqliteDatabase
 from holdfast.store.sqlite.log import SqliteLog
 from holdfast.store.sqlite.metadata import SqliteMetadata
+from holdfast.store.sqlite.sessions import SqliteSessionTable
 from holdfast.store.sqlite.staging import SqliteStaging
 from holdfast.store.sqlite.watcher import SqliteWatcher
 
@@ -24,6 +26,7 @@ class SqliteStore:
         self._watcher = SqliteWatcher(self.database)
         self._log = Log(SqliteLog(self.database), self._watcher, manifest=self.manifest(), on_close=self.close)
         self._metadata = SqliteMetadata(self.database, self.close)
+        self._sessions = SqliteSessionTable(self.database, self._log)
         self._closed = False
 
     def log(self) -> Log:
@@ -31,6 +34,9 @@ class SqliteStore:
 
     def metadata(self) -> Metadata:
         return self._metadata
+
+    def sessions(self) -> SessionTable:
+        return self._sessions
 
     def staging(self) -> Staging:
         return SqliteStaging(self.database)

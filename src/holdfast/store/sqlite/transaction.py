@@ -7,7 +7,16 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.errors import StoreError
-from holdfast.log.contract import GenerationSealed, Key, Landed, NewBlock, Retained, check_expected, placed_from
+from holdfast.log.contract import (
+    GenerationSealed,
+    Key,
+    Landed,
+    NewBlock,
+    ReceivedId,
+    Retained,
+    check_expected,
+    placed_from,
+)
 from holdfast.model import Micros
 from holdfast.store.in_sql.database import Row, Rows
 
@@ -43,6 +52,7 @@ class SqliteTransaction:
         key: Key | None,
         now: Micros,
         retained: Sequence[Retained] = (),
+        received: Sequence[ReceivedId] = (),
     ) -> tuple[list[Landed], bool]:
         db = self._connection
         landed = []
@@ -78,6 +88,8 @@ class SqliteTransaction:
             db.execute("delete from retained where log = ? and topic = ?", (log, last.topic))
             if last.payload:
                 db.execute("insert into retained values (?, ?, ?, ?, ?, ?, ?)", (log, *last))
+        if received:
+            db.executemany("insert or ignore into session_received values (?, ?, ?)", received)
         if key is not None:
             db.execute(
                 "insert into writers values (?, ?, ?, ?) on conflict (writer) do update set"
