@@ -40,9 +40,9 @@ class Address(NamedTuple):
 
     node: str
     kind: str
-    """`registry`, `leader`, `agent`, `batch` (a batch member) or `asker` (whoever sent an `Ask`)."""
+    """`registry`, `leader`, `agent`, `batch` (a batch member), `asker` (whoever sent an `Ask`) or `session`."""
     name: str = ""
-    """The group of a leader, `session/incarnation` of an agent or batch member, the request of an asker."""
+    """The group of a leader, `session/incarnation` of an agent or batch member, the request of an asker, a client id."""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}@{self.node}" if self.name else f"{self.kind}@{self.node}"
