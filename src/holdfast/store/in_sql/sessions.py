@@ -261,6 +261,11 @@ def values_of(row: SessionRow, epoch: int, seq: int) -> tuple[Any, ...]:
     """The columns of a row, under this epoch and seq."""
     will = None if row.will is None else msgspec.msgpack.encode(msgspec.structs.astuple(row.will))
     return (
-        *(row.client_id, epoch, seq, row.owner, row.lease, row.connect, row.born, row.expiry_secs, row.left_at, will),
-        *(row.will_due, row.due, row.subscriptions, row.cursors, row.packets, row.dead),
+        *(row.client_id, epoch, seq, row.owner, row.lease, row.connect, row.born, row.expiry_secs),
+        *(_seconds(row.left_at), will, _seconds(row.will_due), _seconds(row.due)),
+        *(row.subscriptions, row.cursors, row.packets, row.dead),
     )
+
+
+def _seconds(time: float | None) -> float | None:
+    return None if time is None else float(time)

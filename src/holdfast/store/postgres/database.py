@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +21,14 @@ from holdfast.store.postgres.transaction import Connection, PostgresDialect, Pos
 
 T = TypeVar("T")
 
+RETRIED = (
+    pg.DeadlockDetected,
+    pg.SerializationFailure,
+    pg.IdleInTransactionSessionTimeout,
+    pg.TransactionTimeout,
+)
+"""The server has undone the transaction, and another try may succeed."""
+
 MIGRATION_LOCK = 0x486F6C64  # any fixed number: two processes that start at once take turns
 
 
@@ -34,8 +43,26 @@ class PostgresDatabase:
         """What our own notifications are known by."""
         self.retry_seconds = retry_seconds
         """How long a call keeps trying while the server is away, before it says so."""
+        self._settings = ["set search_path to holdfast, public", "set synchronous_commit to on"]
         self._pool: Pool[Connection] = Pool(self.connect)
         self._migrate()
+
+    def limited(self, seconds: int) -> PostgresDatabase:
+        """The same database over connections of their own, on which the server gives up what takes longer than this.
+
+        So whatever was begun before is known to be over some time later: a statement, a transaction that its process
+        does not go on with, and, where the server can (17), a transaction as a whole, for which it is given twice as
+        long.
+        """
+        other = copy.copy(self)
+        other._pool = Pool(other.connect)
+        other._settings = [
+            *self._settings,
+            f"set statement_timeout to '{seconds}s'",
+            f"set idle_in_transaction_session_timeout to '{seconds}s'",
+            f"select set_config(name, '{2 * seconds}s', false) from pg_settings where name = 'transaction_timeout'",
+        ]
+        return other
 
     def connect(self, **options: Any) -> Connection:
         """A new connection, set up the way every Holdfast connection is."""
@@ -43,8 +70,11 @@ class PostgresDatabase:
             connection: Connection = psycopg.connect(
                 self.dsn, autocommit=True, connect_timeout=10, application_name="holdfast", **options
             )
-            connection.execute("set search_path to holdfast, public")
-            connection.execute("set synchronous_commit to on")
+            try:
+                connection.execute("; ".join(self._settings).encode())
+            except BaseException:
+                connection.close()
+                raise
             return connection
 
     def _migrate(self) -> None:
@@ -142,7 +172,7 @@ class PostgresDatabase:
             raise
         except pg.DiskFull as error:
             raise StoreFull(f"no room left in {self.name}; free some space, then go on") from error
-        except (pg.DeadlockDetected, pg.SerializationFailure) as error:
+        except RETRIED as error:
             raise StoreUnavailable(f"{self.name} asked to try again ({_first_line(error)})") from error
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             raise StoreUnavailable(f"cannot {doing} {self.name}: {_first_line(error)}") from error

@@ -1,0 +1,158 @@
+"""Sessions in PostgreSQL: rows are locked in the order of their names, then written in one statement per kind.
+
+A filter's version is the number of the transaction that changed it. Transactions become visible in another order than
+that of their numbers; so who follows the filters goes on from the oldest one that was still under way when it asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from holdfast.log.contract import ReceivedId
+from holdfast.sessions.table import FilterCounts, RowWrite, SessionRow
+from holdfast.store.in_sql.database import Db
+from holdfast.store.in_sql.sessions import ALL, COLUMNS, SEEN, Seen, SqlSessionTable, values_of
+
+TYPES = (
+    *("text", "bigint", "bigint", "text", "bigint", "text", "text", "bigint", "float8", "bytea", "float8"),
+    *("float8", "bytea", "bytea", "bytea", "boolean"),
+)
+"""Of the table's columns."""
+
+
+def _known_by(column: str) -> str:
+    return f"md5({column})::uuid"
+
+
+def _same(one: str, other: str) -> str:
+    return f"{_known_by(one)} = {_known_by(other)} and {one} = {other}"
+
+
+_GIVEN = f"unnest({', '.join(f'?::{kind}[]' for kind in TYPES)}) as v ({', '.join(COLUMNS)})"
+_OTHERS = COLUMNS[3:]
+
+# insert_sessions: a row that does not come back was inserted by somebody else meanwhile
+_INSERT = f"""
+    insert into sessions ({", ".join(COLUMNS)})
+    select v.client_id, nextval('session_epochs'), 0, {", ".join(f"v.{column}" for column in _OTHERS)}
+    from {_GIVEN} on conflict do nothing returning client_id, epoch
+"""
+
+# update_sessions: rows that are locked; a seq of 0 says that it is a take
+_UPDATE = f"""
+    update sessions s set epoch = case when v.seq = 0 then nextval('session_epochs') else v.epoch end, seq = v.seq,
+        {", ".join(f"{column} = v.{column}" for column in _OTHERS)}
+    from {_GIVEN} where {_same("s.client_id", "v.client_id")} returning s.client_id, s.epoch
+"""
+
+# count_filters: in order, so that nodes that count the same ones cannot deadlock
+_COUNT = f"""
+    insert into session_filters
+    select v.filter, v.delta, pg_current_xact_id()::text::bigint, {{now}}
+    from unnest(?::text[], ?::bigint[]) as v (filter, delta)
+    where v.delta > 0 or exists (select 1 from session_filters f where {_same("f.filter", "v.filter")})
+    order by v.filter
+    on conflict (({_known_by("filter")})) do update
+    set sessions = greatest(session_filters.sessions + excluded.sessions, 0),
+        version = excluded.version, changed_at = excluded.changed_at
+"""
+
+_SINCE = """
+    select h.oldest, h.next, h.trimmed, f.filter, f.sessions
+    from (
+        select pg_snapshot_xmin(pg_current_snapshot())::text::bigint as oldest,
+               pg_snapshot_xmax(pg_current_snapshot())::text::bigint as next, version as trimmed
+        from session_filters_trimmed
+    ) h left join session_filters f on f.version >= ?
+"""
+
+
+class PostgresSessionTable(SqlSessionTable):
+    def of_lease(self, lease: int, after: str, limit: int) -> list[SessionRow]:
+        sql = f"""
+            select {ALL} from sessions s
+            where s.lease = ? and left(s.client_id, 200) >= left(?, 200) and s.client_id > ?
+            order by left(s.client_id, 200), s.client_id limit ?
+        """
+        return self._rows(sql, lease, after, after, limit)
+
+    def _find(self, column: str, client_ids: Iterable[str]) -> tuple[str, object]:
+        known_by = [hashlib.md5(name.encode(), usedforsecurity=False).hexdigest() for name in client_ids]
+        return f"{_known_by(column)} = any(?::uuid[])", known_by
+
+    def _same(self, one: str, other: str) -> str:
+        return _same(one, other)
+
+    def _lock(self, db: Db, client_ids: Sequence[str]) -> dict[str, Seen]:
+        where, given = self._find("client_id", client_ids)
+        sql = f"select {SEEN} from sessions where {where} order by client_id for update"
+        return {row[0]: Seen(*row[1:]) for row in db.run(sql, given)}
+
+    def _store(self, db: Db, fit: Sequence[RowWrite], seen: dict[str, Seen]) -> dict[str, int]:
+        epochs: dict[str, int] = {}
+        inserts = [write for write in fit if write.row.client_id not in seen]
+        updates = [write for write in fit if write.row.client_id in seen]
+        for sql, writes in ((_INSERT, inserts), (_UPDATE, updates)):
+            if writes:
+                rows = [values_of(w.row, w.row.epoch, 0 if w.take else w.row.seq) for w in writes]
+                epochs.update(db.run(sql, *_columns(rows)))
+        return epochs
+
+    def _count_filters(self, db: Db, deltas: Sequence[tuple[str, int]]) -> None:
+        sql = _COUNT.format(now=self._database.dialect.now)
+        db.run(sql, [text for text, _ in deltas], [delta for _, delta in deltas])
+
+    def filters_since(self, version: int) -> FilterCounts:
+        rows = self._database.ask(lambda db: db.run(f"{_SINCE} and f.version < h.next" if version else _SINCE, version))
+        oldest, next_, trimmed = rows[0][:3]
+        # Numbers from `next` on are of another server, from which this database was restored.
+        if version and (version <= trimmed < next_ or version > next_):
+            return self.filters_since(0)
+        counts = {text: sessions for *_, text, sessions in rows if text is not None}
+        return FilterCounts(counts, oldest, whole=not version)
+
+    def _bury(self, db: Db, before: float, limit: int) -> int:
+        # What somebody is about to change is passed over: it waits for nobody, and so deadlocks with nobody.
+        dead = "select client_id from sessions where dead and left_at < ? order by left_at limit ?"
+        gone = db.run(
+            f"""delete from sessions s using ({dead} for update skip locked) d
+                where {_same("s.client_id", "d.client_id")} returning s.client_id""",
+            before,
+            limit,
+        )
+        if gone:
+            self._void_received(db, [(client_id, None) for (client_id,) in sorted(gone)])
+        unused = "select filter from session_filters where sessions = 0 and changed_at < ? limit ?"
+        versions = db.run(
+            f"""delete from session_filters f using ({unused} for update skip locked) u
+                where {_same("f.filter", "u.filter")} returning f.version""",
+            before,
+            limit,
+        )
+        if versions:
+            db.run(
+                """update session_filters_trimmed set version = greatest(?, case
+                       when version < pg_snapshot_xmax(pg_current_snapshot())::text::bigint then version else 0 end)""",
+                max(version for (version,) in versions),
+            )
+        return len(gone)
+
+    def _void_received(self, db: Db, ended: Sequence[tuple[str, str | None]]) -> None:
+        db.run(
+            f"""delete from session_received r using unnest(?::text[], ?::text[]) as e (client_id, born)
+                where {_same("r.client_id", "e.client_id")} and r.born is distinct from e.born""",
+            *_columns(ended),
+        )
+
+    def _release(self, db: Db, received: Sequence[ReceivedId]) -> None:
+        db.run(
+            f"""delete from session_received r
+                using unnest(?::text[], ?::text[], ?::integer[]) as e (client_id, born, id)
+                where {_same("r.client_id", "e.client_id")} and r.born = e.born and r.packet_id = e.id""",
+            *_columns(received),
+        )
+
+
+def _columns(rows: Sequence[Sequence[object]]) -> list[list[object]]:
+    return [list(column) for column in zip(*rows, strict=True)]
