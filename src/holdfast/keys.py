@@ -7,8 +7,7 @@
     /holdfast/groups/NAME:FILTER/record                             what was declared
     /holdfast/groups/NAME:FILTER/claim                              who leads it
     /holdfast/groups/NAME:FILTER/skipped                            what retention dropped before it was read
-    /holdfast/sessions/CLIENT                                       a session
-    /holdfast/wills/NODE/CLIENT                                     a will
+    /holdfast/nodes/NAME/LEASE                                      a node that is there
 
 Names are up to 65,535 bytes long and may hold anything. What has a meaning here is written as %XX, and a part that is
 too long for a key is its beginning, a ~ and its hash; in a part that is not shortened a ~ is written as %7E, so nobody
@@ -23,9 +22,8 @@ import re
 from holdfast.model import Stream
 
 GROUPS = "/holdfast/groups/"
-SESSIONS = "/holdfast/sessions/"
+NODES = "/holdfast/nodes/"
 SUBSCRIPTIONS = "/holdfast/subscriptions/"
-_WILLS = "/holdfast/wills/"
 
 PART_BYTES_MAX = 200
 _BEGINNING = 32
@@ -107,17 +105,9 @@ def _group(group: tuple[str, str]) -> str:
     return _short(f"{_plain(name, _NO_COLON)}:{_plain(filter_text, _ALWAYS)}")
 
 
-def session_key(client_id: str) -> str:
-    return SESSIONS + _part(client_id)
-
-
-def wills_of(node_id: str) -> str:
-    """What the keys of all wills of a node's clients begin with."""
-    return f"{_WILLS}{_part(node_id)}/"
-
-
-def will_key(node_id: str, client_id: str) -> str:
-    return wills_of(node_id) + _part(client_id)
+def node_key(name: str, lease: int) -> str:
+    """A node, by its name and its lease: two processes may have one name, for a while."""
+    return f"{NODES}{_part(name)}/{lease:x}"
 
 
 def _part(name: str) -> str:

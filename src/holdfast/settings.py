@@ -93,6 +93,10 @@ class SessionSettings:
     """Longer session expiries (and those of MQTT 3, which never end) are cut to this; 0: as the client says."""
     on_trimmed: str = "earliest"
     """What a resumed subscription does whose cursor points at dropped data: error, earliest or latest."""
+    lease_secs: float = 5.0
+    """How long a node that has fallen silent keeps its sessions."""
+    grace_secs: float = 15.0
+    """How long the clients of a node that ended have to come back before they count as gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,9 +65,11 @@ class Hold(Enum):
     """It does not read what it is answered, so it is asked nothing more."""
     TURN = auto()
     """It has had its share of this turn."""
+    FROZEN = auto()
+    """The node may not serve its session just now."""
 
 
-_AT_ONCE = frozenset((Hold.COMMIT, Hold.UNREAD))
+_AT_ONCE = frozenset((Hold.COMMIT, Hold.UNREAD, Hold.FROZEN))
 """Holds under which nothing more is read from the socket, however little waits."""
 
 
@@ -519,7 +521,8 @@ class Connection:
     @property
     def deadline(self) -> float:
         if self.state is State.OPEN:
-            silent = self._last_seen + 1.5 * self._keep_alive_seconds if self._keep_alive_seconds else inf
+            heard = self._keep_alive_seconds and Hold.FROZEN not in self.holds  # it may have spoken: nobody reads
+            silent = self._last_seen + 1.5 * self._keep_alive_seconds if heard else inf
             return min(silent, self._expires_at, self._close_at)
         return inf if self.state is State.CLOSED else self._close_at
 
@@ -569,6 +572,8 @@ class Connection:
         if hold not in self.holds:
             return
         self.holds.remove(hold)
+        if hold is Hold.FROZEN:
+            self._last_seen = now
         if self.holds or self.closed:
             return
         self._needed = 1

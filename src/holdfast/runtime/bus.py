@@ -19,6 +19,7 @@ from holdfast.errors import RequestError
 from holdfast.groups.protocol import wire
 from holdfast.machine import Address
 from holdfast.runtime.supervisor import Supervisor
+from holdfast.sessions.life import Release, Released
 from holdfast.store import Bus
 
 logger = logging.getLogger("holdfast.bus")
@@ -26,13 +27,23 @@ logger = logging.getLogger("holdfast.bus")
 Deliver = Callable[[Address, Any], None]
 
 
+_OF_SESSIONS = {"Release": Release, "Released": Released}
+
+
 def encode(to: Address, message: Any) -> bytes:
+    if isinstance(message, Release | Released):
+        return msgspec.json.encode((to, (type(message).__name__, message)))
     return msgspec.json.encode((to, msgspec.Raw(wire.encode(message))))
 
 
 def decode(data: bytes) -> tuple[Address, Any]:
     to, message = msgspec.json.decode(data, type=tuple[Address, msgspec.Raw])
-    return to, wire.decode(bytes(message))
+    if to.kind != "session":
+        return to, wire.decode(bytes(message))
+    name, body = msgspec.json.decode(message, type=tuple[str, msgspec.Raw])
+    if name not in _OF_SESSIONS:
+        raise RequestError(f"expected Release or Released for a session, got {name!r}")
+    return to, msgspec.json.decode(body, type=_OF_SESSIONS[name])
 
 
 class NodeBus:

@@ -44,8 +44,10 @@ class Connection(asyncio.Protocol):
         self.session: Session | None = None
         self.outlet: Outlet | None = None
         self.identity: Identity | None = None
-        self.will: p.Will | None = None
+        self.claim = ""
+        """The token of its CONNECT."""
         self.connected_at = 0.0
+        self._full = self._frozen = False
         self._shard = 0
         self._shard_generation = -1
         self._may_send = True
@@ -93,9 +95,19 @@ class Connection(asyncio.Protocol):
         self._socket_full(False)
 
     def _socket_full(self, full: bool) -> None:
+        self._full = full
         self.handle(mc.SocketFull(full))
+        self._block()
+
+    def freeze(self, frozen: bool) -> None:
+        """Nothing is heard from its client and nothing sent to it, for as long as this node may not serve it."""
+        self._frozen = frozen
+        self.handle(mc.HoldOn(mc.Hold.FROZEN) if frozen else mc.Release(mc.Hold.FROZEN))
+        self._block()
+
+    def _block(self) -> None:
         if self.outlet is not None:
-            self._front.delivery.handle(Blocked(self.outlet, full))
+            self._front.delivery.handle(Blocked(self.outlet, self._full or self._frozen))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.handle(mc.Lost())
@@ -296,11 +308,9 @@ class Connection(asyncio.Protocol):
             self.handle(mc.Release(mc.Hold.CONTROL))
 
     def _leave(self, effect: mc.Leave) -> None:
-        if effect.goodbye:
-            self.will = None
         client = self.session.client_id if self.session is not None else ""
         logger.log(logging.DEBUG if effect.goodbye else logging.INFO, "%s %s: %s", self.peer, client, effect.why)
-        self._front.leave(self, effect.expiry)
+        self._front.leave(self, effect.goodbye, effect.expiry)
 
     @property
     def client_id(self) -> str:

@@ -89,10 +89,10 @@ class Front:
     def gone(self, connection: Connection) -> None:
         self.sockets.discard(connection)
 
-    def leave(self, connection: Connection, expiry: int | None) -> None:
+    def leave(self, connection: Connection, goodbye: bool, expiry: int | None) -> None:
         """The connection no longer serves its session."""
         self._control.gone(connection)
-        self._sessions.leave(connection, expiry)
+        self._sessions.leave(connection, goodbye, expiry)
 
     def publish_control(self, connection: Connection, topic: str, payload: bytes) -> tuple[int, str]:
         """A PUBLISH to a topic that begins with `$`."""
@@ -176,7 +176,6 @@ class Front:
                 answer["response_information"] = settings.mqtt.response_prefix + session.client_id
         packet_max = properties.get("maximum_packet_size", NO_LIMIT)
         window = min(properties.get("receive_maximum", 65_535), settings.mqtt.inflight_max)
-        connection.will = packet.will
         connection.welcome(
             Welcome(
                 version=packet.version,

@@ -193,8 +193,8 @@ class GroupHost:
     def returned(self, connection: Connection, session: Session) -> None:
         self.members.returned(connection, session)
 
-    def session_ended(self, session: Session) -> None:
-        self.members.session_ended(session)
+    def session_ended(self, client_id: str) -> None:
+        self.members.session_ended(client_id)
 
     def report(self, outlet: Outlet) -> None:
         self.members.report(outlet)

@@ -32,7 +32,9 @@ from holdfast.runtime.driver import Driver
 from holdfast.runtime.offset_reader import Found
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
+from holdfast.sessions.stored import LentBefore
 from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 from holdfast.topics import TopicFilter
 
 if TYPE_CHECKING:
@@ -119,6 +121,8 @@ class Memberships:
         """Called when the last member is gone."""
         self._by_connection: dict[Connection, Membership] = {}
         self._by_outlet: dict[Outlet, Membership] = {}
+        self._waiting: dict[str, Membership] = {}
+        """Members that have gone and wait for their clients, with QoS 2 messages that are theirs, by client id."""
         self._passed: dict[Stream, int] = {}
         """How far each stream went when loans were last told of what did not concern them."""
         self._incarnation = 0
@@ -185,6 +189,7 @@ class Memberships:
         del self._by_outlet[member.outlet]
         member.closed = True
         if any(feed.stays for feed in member.feeds.values()):
+            self._waiting[member.session.client_id] = member
             for group in list(member.subscriptions):
                 member.driver.give(ev.QuitGroup(group))
         else:
@@ -203,17 +208,34 @@ class Memberships:
         return found
 
     def returned(self, connection: Connection, session: Session) -> None:
-        """The client is back: what waited for it is sent again, and its answers are news for the agent that waits."""
-        if connection.outlet is not None:
-            for _, delivery in session.in_flight():
-                if isinstance(delivery.origin, LoanFeed):
-                    delivery.origin.news_to = connection.outlet.loan_news
+        """The client is back: what waited for it is sent again, and its answers are news for the agent that waits.
 
-    def session_ended(self, session: Session) -> None:
+        What waited for too long, or on another node, has gone to somebody else. Its packet id is released all the same:
+        a client that has half of it would take another message under that id for the same one.
+        """
+        member = self._waiting.get(session.client_id)
+        for packet_id, delivery in session.in_flight():
+            origin = delivery.origin
+            if not isinstance(origin, LentBefore) or connection.outlet is None:
+                continue
+            feed = self._waiting_feed(member, origin.stream, delivery.offset)
+            if feed is None:
+                session.window.restore(packet_id, Delivery(NOBODY, 0, RELEASED))
+            else:
+                session.window.restore(packet_id, delivery._replace(origin=feed))
+                feed.news_to = connection.outlet.loan_news
+
+    @staticmethod
+    def _waiting_feed(member: Membership | None, stream: Stream, offset: int) -> LoanFeed | None:
+        for feed in member.feeds.values() if member is not None else ():
+            if feed.stays and feed.stream == stream and offset in feed.in_flight:
+                return feed
+        return None
+
+    def session_ended(self, client_id: str) -> None:
         """Nobody will come back for what waits."""
-        for member in list(self.members.values()):
-            if member.session is session and member.closed:
-                member.driver.give(ev.Closed())
+        if (member := self._waiting.pop(client_id, None)) is not None:
+            member.driver.give(ev.Closed())
 
     def forget_finished(self) -> None:
         """Members that have gone and whose last words have been heard."""
@@ -221,6 +243,8 @@ class Memberships:
             if member.closed and (member.agent.empty or not member.driver.alive):
                 del self.members[name]
                 member.driver.stop()
+                if self._waiting.get(member.session.client_id) is member:
+                    del self._waiting[member.session.client_id]
         if not self.members:
             self.on_empty()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.auth.authenticator import Authenticator
 from holdfast.errors import HoldfastError
-from holdfast.keys import cursors_of_stream
+from holdfast.keys import NODES
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.model import LOG, RETAIN, Stream
 from holdfast.mqtt import packets as p
@@ -24,15 +24,18 @@ from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.front import Front, auth_options
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import Ingest
-from holdfast.runtime.keeper import Keeper
 from holdfast.runtime.metrics import Metrics
+from holdfast.runtime.node_lease import NodeLease, NodeRecord, nodes
 from holdfast.runtime.notices import Notices
+from holdfast.runtime.session_rows import SessionRows
 from holdfast.runtime.sessions import Sessions
 from holdfast.runtime.subscribing import Subscribing
 from holdfast.runtime.supervisor import Supervisor
-from holdfast.runtime.wills import Wills
+from holdfast.runtime.sweep import Sweep
+from holdfast.sessions.life import LifeSettings
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.session import Session
+from holdfast.sessions.sweep import SweepSettings
 from holdfast.settings import Settings
 from holdfast.store import open_metadata, open_store
 
@@ -43,6 +46,8 @@ COMMIT_SECONDS_MAX = 3.0
 """A node whose commits take longer should get no clients: theirs would hang like everybody's."""
 
 PURGE_MAX = 500
+STOP_SECONDS = 10.0
+"""How long a stop waits for sessions to be saved."""
 UPKEEP_RESTS = 4.0
 """Upkeep takes a fifth of the time, unless there is so much to do that it falls behind."""
 
@@ -52,11 +57,10 @@ class Node:
         self.settings = settings
         self.node_id = settings.node_id or f"node-{secrets.token_hex(4)}"
         self.store = open_store(settings.store_url)
+        self.store.hold(self.node_id)
         self.log = self.store.log()
         self.log.create(LOG, settings.log.shards, settings.log.shard_by)
         self.metadata = open_metadata(settings.metadata) if settings.metadata else self.store.metadata()
-        self.keeper = Keeper(self.metadata, settings.sessions.on_trimmed)
-        self.wills = Wills(self.keeper, (settings.node_id or None) if self.store.shared else "", self._publish_will)
         self.auth = Authenticator(auth_options(settings.auth))
         self.ready = False
         self.failure: str | None = None
@@ -91,6 +95,7 @@ class Node:
             spawn=self.spawn,
             group_deleted=lambda *gone: self.sessions.group_deleted(*gone),
         )
+        self.rows = SessionRows(self.store.sessions(), self._alive_leases)
         self.group_admin = self.groups.admin
         batch_members = BatchMembers(
             node_id=self.node_id,
@@ -105,23 +110,37 @@ class Node:
         self.control.register(BATCH_MEMBERS, batch_members)
         self.metrics = Metrics(self)
         self.sessions = Sessions(
+            self.node_id,
             settings.sessions,
+            LifeSettings(
+                flush_secs=settings.cursors.subscription_progress_flush_secs,
+                lease_secs=settings.sessions.lease_secs,
+                grace_secs=settings.sessions.grace_secs,
+            ),
             settings.limits.sessions_max,
-            self.log,
+            self.rows,
             self.delivery,
-            self.keeper,
-            self.wills,
             self.groups,
             settings.groups.enabled,
             self.notices,
             self.spawn,
+        )
+        self.groups.register("session", self.sessions.deliver)
+        self.sweep = Sweep(
+            self.rows.table,
+            self.sessions.node,
+            SweepSettings(grace_secs=settings.sessions.grace_secs),
+            self._alive_leases,
+            self.sessions.held,
+            self._sessions_counted,
+            self.delivery.filters_changed,
         )
         subscribing = Subscribing(
             self.log,
             self.auth,
             self.ingest,
             self.delivery,
-            self.keeper,
+            self.sessions.save,
             self.control,
             self.groups,
             self.notices,
@@ -151,11 +170,20 @@ class Node:
         )
         self.supervisor.run("follow", self.delivery.follow)
         self.supervisor.run_thread("writer", self.ingest.write)
-        await self.sessions.load()
-        await self.keeper.call(self.wills.load, self.metadata)
-        self.wills.send_due()
+        await self.sweep.begin()
+        if not self.store.shared:
+            await loop.run_in_executor(None, self._forget_nodes)
+        self.lease = NodeLease(
+            self.metadata,
+            NodeRecord(self.node_id, 0, time.time()),
+            settings.sessions.lease_secs,
+            self._probe,
+            self.sessions,
+        )
+        await self.lease.begin()
+        self.supervisor.run_thread("lease", self.lease.keep)
+        self.supervisor.run("sweep", self.sweep.run)
         self.supervisor.run("tick", self._tick)
-        self.supervisor.run("cursors", self._flush_cursors)
         self.supervisor.run("upkeep", self._upkeep)
         self.ready = True
 
@@ -174,6 +202,8 @@ class Node:
             return self.failure or "starting or stopping"
         if (waiting := self.ingest.waiting_seconds) > COMMIT_SECONDS_MAX:
             return f"the store has not taken what was published for {waiting:.0f} s"
+        if self.sessions.frozen:
+            return "this node's lease is over: the store does not take its renewal"
         return self.failure or self.supervisor.problem
 
     async def stop(self) -> None:
@@ -181,21 +211,24 @@ class Node:
         if self._stopping:
             return
         self._stopping, self.ready = True, False
-        self.front.closing = self.sessions.closing = True
+        self.front.closing = True
+        self.sessions.stop()
         for connection in list(self.front.sockets):
-            connection.will = None
             connection.close(Reason.SERVER_SHUTTING_DOWN)
         await self.ingest.drained()
         await self.groups.stop()
-        await self.sessions.save_all()
-        await self.wills.settled()
+        if not await self.sessions.stopped(STOP_SECONDS):
+            logger.error("some sessions could not be saved: what they did last comes again")
+        await asyncio.get_running_loop().run_in_executor(None, self.lease.end)
         await self.supervisor.stop()
         for task in list(self._tasks):
             task.cancel()
         self._watch.close()
         self.ingest.close()
         self.delivery.close()
-        self.keeper.close()
+        self.sessions.close()
+        self.sweep.close()
+        self.rows.close()
         self.metadata.close()
         self.store.close()
 
@@ -215,15 +248,32 @@ class Node:
         self.metrics.failed.inc()
         self.delivery.doubt()
 
+    # -- the node among others -------------------------------------------------------------------------------
+
+    def _forget_nodes(self) -> None:
+        """On a thread. On a store that is this node's alone, whoever had a lease before is surely dead."""
+        for key in self.metadata.list(NODES):
+            self.metadata.delete(key)
+
+    def _probe(self) -> None:
+        """A lease that is elsewhere is renewed only if the store takes writes."""
+        if self.settings.metadata:
+            self.store.metadata().put(f"{NODES}probe", b"")
+
+    def _alive_leases(self) -> set[int]:
+        """On a thread."""
+        return {node.lease for node in nodes(self.metadata)}
+
+    def _sessions_counted(self, count: int) -> None:
+        self.sessions.stored = count
+
     # -- time ----------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        """Once in a while: rights that changed, wills that are due, sessions that have expired."""
+        """Once in a while: rights that changed, retained messages that have expired."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.front.refresh_rights()
-            self.wills.send_due()
-            await self.sessions.expire_due()
             await self._purge_retained()
 
     async def _purge_retained(self) -> None:
@@ -231,11 +281,6 @@ class Node:
         gone = self.delivery.machine.retained.purge(time.time(), PURGE_MAX)
         if gone:
             await asyncio.get_running_loop().run_in_executor(None, self.log.forget_retained, LOG, gone)
-
-    async def _flush_cursors(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.cursors.subscription_progress_flush_secs)
-            self.metrics.flushed.inc(await self.sessions.flush())
 
     async def _upkeep(self) -> None:
         """Merge, index, roll and drop, on a thread of its own; cursors of dropped streams go too."""
@@ -257,21 +302,12 @@ class Node:
                 dropped = before.keys() - {head.stream for head in heads} - self.delivery.machine.lake.keys()
                 if dropped:
                     await self.groups.streams_dropped({stream: before[stream] for stream in dropped}, led)
-                for stream in dropped:
-                    await self.keeper.call(self._forget_stream, stream)
                 await self.group_admin.expire_idle()
                 self.failure = None
             except HoldfastError as error:
                 logger.warning("upkeep: %s", error)
 
-    def _forget_stream(self, stream: Stream) -> None:
-        self.keeper.cursors.delete(self.metadata.list(cursors_of_stream(stream)))
-
     # -- publishing from within ------------------------------------------------------------------------------
-
-    def _publish_will(self, client_id: str, will: p.Will, done: Callable[[bool], None]) -> None:
-        flags = will.qos | (RETAIN if will.retain else 0)
-        self.ingest.publish_one(client_id, will.topic, will.payload, flags, will.properties or None, done)
 
     async def publish(self, publisher: str, topic: str, payload: bytes, qos: int, retain: bool) -> bool:
         """From HTTP: True once it is durable."""

@@ -1,35 +1,49 @@
-"""The sessions of this node: who is connected, who is away, and when a session ends."""
+"""The sessions of this node: the host of their lives.
+
+One machine (`sessions.life`) per client id with something going on decides; here its effects are performed: rows are
+read and written together with everybody else's, connections are welcomed, frozen and closed, other nodes are asked. A
+session that is away has nothing here.
+
+    CONNECT ──▶ join ──▶ Connect ──▶ the machine ──▶ Welcome ──▶ CONNACK, what was in flight, then delivery
+    end     ──▶ leave ─▶ Gone ────▶ the machine ──▶ its last write
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import logging
+import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.errors import HoldfastError, PeerError
+from holdfast.errors import HoldfastError, PeerError, RequestError
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
-from holdfast.log import Log
+from holdfast.machine import TICK, Send
 from holdfast.model import Stream
+from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
-from holdfast.mqtt.connection import Say
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.connection import Connection
-from holdfast.runtime.delivery import DeliveryHost, rows_of
-from holdfast.runtime.keeper import Keeper
+from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.notices import Gone, Notices, Resumed
-from holdfast.runtime.wills import Wills
+from holdfast.runtime.session_rows import SessionRows
+from holdfast.sessions import life
+from holdfast.sessions.changes import Content
+from holdfast.sessions.clock import StoreClock
+from holdfast.sessions.life import LifeSettings, SessionLife, SessionNode, State, answer_unheld
 from holdfast.sessions.outgoing import RetainedOrigin
-from holdfast.sessions.positions import Gap, StreamOrigin
-from holdfast.sessions.records import SessionRecord, record_of
+from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.shared import LoanFeed
+from holdfast.sessions.stored import content_of, filters_of, restore
 from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.table import SessionRow, StoredWill
 from holdfast.sessions.window import RELEASED, Delivery
 from holdfast.settings import SessionSettings
 
@@ -37,6 +51,11 @@ logger = logging.getLogger("holdfast.sessions")
 
 Welcomed = Callable[[Session, bool], None]
 """Called when the session is the client's; says so to it."""
+
+WAITING_MAX = 10_000
+"""More CONNECTs than this do not wait for the store."""
+AGAIN_AT_ONCE = 500
+"""So many messages in flight are fetched and sent again at a time."""
 
 
 class SharedGroups(Protocol):
@@ -50,306 +69,436 @@ class SharedGroups(Protocol):
 
     def returned(self, connection: Connection, session: Session) -> None: ...
 
-    def session_ended(self, session: Session) -> None: ...
+    def session_ended(self, client_id: str) -> None: ...
+
+    def send(self, to: Any, message: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Claim:
+    """One connection's CONNECT, from when it arrives until the connection is over."""
+
+    token: str
+    client_id: str
+    connection: Connection
+    welcomed: Welcomed
+    answer: asyncio.Future[bool]
+    """Resolved when it is welcome (whether a session was present), a PeerError if it is refused."""
+
+
+@dataclass(slots=True)
+class Live:
+    """A client id with something going on."""
+
+    machine: SessionLife
+    session: Session | None = None
+    """While its client is connected."""
+    claim: Claim | None = None
+    """The connection that is welcome."""
+    armed: float = float("inf")
+    """The earliest time it is in the queue of deadlines for."""
+    saving: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    """Changes of subscriptions that are to be durable."""
 
 
 class Sessions:
+    """One per node."""
+
     def __init__(
         self,
+        node_id: str,
         settings: SessionSettings,
+        life_settings: LifeSettings,
         sessions_max: int,
-        log: Log,
+        rows: SessionRows,
         delivery: DeliveryHost,
-        keeper: Keeper,
-        wills: Wills,
         groups: SharedGroups,
         groups_enabled: bool,
         notices: Notices,
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
     ):
-        self._settings, self._sessions_max, self._log = settings, sessions_max, log
-        self._delivery, self._keeper, self._wills = delivery, keeper, wills
+        self._settings, self._sessions_max = settings, sessions_max
+        self._rows, self._delivery = rows, delivery
         self._groups, self._groups_enabled = groups, groups_enabled
         self._notices, self._spawn = notices, spawn
-        self.known: dict[str, Session] = {}
+        self.clock = StoreClock(life_settings.margin_secs)
+        self.node = SessionNode(node_id, self.clock, life_settings, filters_of)
+        self._live: dict[str, Live] = {}
+        self._claims: dict[str, Claim] = {}
         self.connections: dict[str, Connection] = {}
-        """Open connections by client id."""
-        self.stored: dict[str, SessionRecord] = {}
-        """Sessions of earlier runs that nobody has come back for yet."""
+        """Open connections that are welcome, by client id."""
+        self._events: deque[tuple[str, life.Event]] = deque()
+        self._busy = False
+        self._deadlines: list[tuple[float, str]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._lapse: asyncio.TimerHandle | None = None
+        self._numbers = 0
+        self.stored = 0
+        """Sessions in the store, as of the last look."""
         self.closing = False
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._expiries: list[tuple[float, int, str]] = []
-        self._order = itertools.count()
 
     def __len__(self) -> int:
-        return len(self.known) + len(self.stored)
+        return max(self.stored, len(self.connections))
 
-    async def load(self) -> None:
-        """What an earlier run left."""
-        for record in await self._keeper.call(self._keeper.load_all):
-            self.stored[record.client_id] = record
-            if record.connected:
-                record.disconnected_at = time.time()
-            self._expire_later(record.client_id, record.disconnected_at, record.expiry_seconds)
-            for subscription in record.subscriptions:
-                self._delivery.machine.away.add(subscription.filter, record.client_id)
+    @property
+    def frozen(self) -> bool:
+        """This node's lease is over by its own clock: nobody is served."""
+        return time.monotonic() >= self.node.trusted_until
+
+    def held(self) -> set[str]:
+        """Client ids that have a machine, in whatever state."""
+        return set(self._live)
+
+    def session(self, client_id: str) -> Session | None:
+        """Of a client that is connected here."""
+        live = self._live.get(client_id)
+        return live.session if live is not None else None
 
     def bounded_expiry(self, seconds: int) -> int:
         limit = self._settings.expiry_secs_max
         return min(seconds, limit) if limit else seconds
 
-    # -- a client comes ----------------------------------------------------------------------------------
+    # -- the lease -----------------------------------------------------------------------------------------
+
+    def granted(self, lease: int, asked_at: float) -> None:
+        self.node.granted(lease, asked_at)
+        self._tick_all()
+
+    def renewed(self, asked_at: float) -> None:
+        lapsed = self.frozen
+        self.node.renewed(asked_at)
+        if lapsed:
+            self._tick_all()
+        else:
+            self._watch_lapse()
+
+    def lost(self) -> None:
+        self.node.lost()
+        self._tick_all()
+
+    def _tick_all(self) -> None:
+        """The lease has changed, and with it what every machine may do."""
+        for client_id in list(self._live):
+            self._give(client_id, TICK)
+        self._watch_lapse()
+
+    def _watch_lapse(self) -> None:
+        if self._lapse is not None:
+            self._lapse.cancel()
+            self._lapse = None
+        loop = asyncio.get_running_loop()
+        if (wait := self.node.trusted_until - time.monotonic()) > 0:
+            self._lapse = loop.call_later(wait + 0.001, self._tick_all)
+
+    # -- machines ------------------------------------------------------------------------------------------
+
+    def _give(self, client_id: str, event: life.Event) -> None:
+        """One event after the other: what an effect leads to is given when all effects are performed."""
+        self._events.append((client_id, event))
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events:
+                self._handle(*self._events.popleft())
+        finally:
+            self._busy = False
+        self._arm()
+
+    def _handle(self, client_id: str, event: life.Event) -> None:
+        live = self._live.get(client_id)
+        if live is None:
+            if not isinstance(event, life.Connect):
+                return
+            machine = SessionLife(client_id, self.node, lambda leaving: self._content(client_id, leaving))
+            live = self._live[client_id] = Live(machine)
+        try:
+            for effect in live.machine.handle(event, time.monotonic()):
+                self._perform(client_id, live, effect)
+            if isinstance(event, life.Gone) and live.claim is not None and live.claim.token == event.token:
+                self._detach(live, live.claim)  # only now: what its machine saves is what it was until now
+        except Exception:  # it is not trusted again; its row stays as it was last written, and the sweep finds it
+            logger.exception("the session of %s: our own fault; %s", client_id, live.machine.moves)
+            self._drop(client_id, live)
+            return
+        deadline = live.machine.deadline
+        if deadline < live.armed:
+            live.armed = deadline
+            heapq.heappush(self._deadlines, (deadline, client_id))
+
+    def _drop(self, client_id: str, live: Live) -> None:
+        self._live.pop(client_id, None)
+        for claim in [c for c in self._claims.values() if c.client_id == client_id]:
+            self._end_claim(claim, Reason.UNSPECIFIED_ERROR)
+        for saving in live.saving.values():
+            saving.cancel()
+
+    def _arm(self) -> None:
+        while self._deadlines:
+            at, client_id = self._deadlines[0]
+            live = self._live.get(client_id)
+            if live is not None and live.armed == at:
+                break
+            heapq.heappop(self._deadlines)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._deadlines:
+            self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._tick_due)
+
+    def _tick_due(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            at, client_id = heapq.heappop(self._deadlines)
+            live = self._live.get(client_id)
+            if live is not None and live.armed == at:
+                live.armed = float("inf")
+                self._give(client_id, TICK)
+        self._arm()
+
+    def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
+        match effect:
+            case life.WriteRow(write):
+                self._rows.write(write, lambda answer: self._give(client_id, answer))
+            case life.ReadRow(number):
+                self._rows.read(client_id, number, lambda found: self._give(client_id, found))
+            case life.Welcome():
+                self._welcome(live, effect)
+            case life.Saved(number):
+                if (saving := live.saving.pop(number, None)) is not None and not saving.done():
+                    saving.set_result(None)
+            case life.Refuse(token, reason):
+                if (claim := self._claims.pop(token, None)) is not None and not claim.answer.done():
+                    claim.answer.set_exception(PeerError("the session cannot be had just now", reason))
+            case life.Close(token, reason):
+                if reason is not None and (claim := self._claims.get(token)) is not None:
+                    self._end_claim(claim, reason)
+            case life.Freeze(token):
+                if (claim := self._claims.get(token)) is not None:
+                    claim.connection.freeze(True)
+            case life.Resume(token):
+                if (claim := self._claims.get(token)) is not None:
+                    claim.connection.freeze(False)
+            case Send(to, message):
+                self._groups.send(to, message)
+            case life.Forget():
+                if self._live.get(client_id) is live and live.machine.state is State.NONE:
+                    del self._live[client_id]
+
+    def deliver(self, client_id: str, message: Any) -> None:
+        """From another node."""
+        if client_id in self._live:
+            self._give(client_id, message)
+        elif isinstance(message, life.Release):
+            for send in answer_unheld(message, self.node):
+                self._groups.send(send.to, send.message)
+
+    def _content(self, client_id: str, leaving: bool) -> Content:
+        live = self._live[client_id]
+        session, row = live.session, live.machine.row
+        if session is None or live.claim is None:
+            return Content() if row is None else Content(row.subscriptions, row.cursors, row.packets)
+        machine = self._delivery.machine
+        return content_of(session, machine.every_head(), machine.sealed, live.claim.token if leaving else "")
+
+    # -- a client comes ------------------------------------------------------------------------------------
 
     async def join(self, connection: Connection, packet: p.Connect, client_id: str, welcomed: Welcomed) -> None:
-        lock = self._locks.setdefault(client_id, asyncio.Lock())
-        try:
-            async with lock:
-                await self._join(connection, packet, client_id, welcomed)
-        finally:
-            if not lock.locked() and not getattr(lock, "_waiters", None):
-                self._locks.pop(client_id, None)
-
-    async def _join(self, connection: Connection, packet: p.Connect, client_id: str, welcomed: Welcomed) -> None:
-        session, present = await self._session_for(packet, client_id)
-        expiry = session.expiry_seconds
-        try:
-            again = await self._prepare(connection, packet, session, present)
-        except Exception:
-            self._not_welcome(connection, session, present, expiry)
-            raise
-        if again is None:
-            self._not_welcome(connection, session, present, expiry)
+        """Returns once its client may be heard: welcome, and sent again what was in flight."""
+        if len(self._claims) - len(self.connections) >= WAITING_MAX:
+            raise PeerError("too many clients wait for the store", Reason.SERVER_BUSY)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        claim = Claim(secrets.token_hex(8), client_id, connection, welcomed, answer)
+        self._claims[claim.token] = claim
+        connection.claim = claim.token
+        expiry = self.bounded_expiry(effective_expiry(packet))
+        room = len(self) < self._sessions_max
+        will = _stored(packet.will, expiry)
+        self._give(client_id, life.Connect(claim.token, packet.clean_start, expiry, will, room))
+        present = await answer
+        session = connection.session
+        if session is None or connection.outlet is None:
             return
-        self._wills.withdraw(client_id)
-        self.connections[client_id] = connection
-        welcomed(session, present)
-        if not connection.machine.open or connection.outlet is None:
-            return
-        connection.handle(Say(again(connection.version, connection.outlet.packet_max)))
         self._groups.returned(connection, session)
+        try:
+            await self._send_again(connection, session)
+        except HoldfastError as error:
+            logger.error("%s: what was in flight cannot be sent again: %s", client_id, error)
+            connection.close(Reason.SERVER_BUSY)
+        if connection.session is not session or connection.outlet is None:
+            return
+        session.attach(self._delivery.machine.every_head(), time.time())
         self._delivery.attach(connection.outlet, connection)
         self._notices.emit(Resumed(client_id, present))
         if self._groups_enabled:
             for filter_text, subscription in session.subscriptions.shared.items():
                 await self._groups.join(connection, session, parse_share(filter_text), subscription)
 
-    async def _prepare(
-        self, connection: Connection, packet: p.Connect, session: Session, present: bool
-    ) -> Callable[[int, int], bytes] | None:
-        """Everything before the welcome; what is to be sent again after it. None: the client has gone meanwhile."""
-        client_id, was_durable = session.client_id, session.durable
-        session.epoch += 1
-        session.expiry_seconds = self.bounded_expiry(effective_expiry(packet))
-        if session.durable:
-            await self._keeper.save(record_of(session, connected=True, now=time.time()))
-        elif was_durable and present:
-            await self._keeper.forget(client_id, session.subscriptions.filters, self._delivery.heads)
-        will = packet.will
-        kept = self._wills.keep(connection, client_id, will, min(will.delay, session.expiry_seconds) if will else 0)
-        if kept is not None:
-            await kept
-        again = await self._under_way(session)
-        if connection.closed or connection.transport.is_closing():
-            return None
-        self._trimmed(session, session.attach(self._delivery.machine.every_head(), time.time()))
-        return again
-
-    def _not_welcome(self, connection: Connection, session: Session, present: bool, expiry: int) -> None:
-        """It went, or could not be taken, before it was told that it is welcome: nothing it asked for holds.
-
-        A session that began with it ends with it, and one that was there goes on as it was.
-        """
-        self._wills.not_welcome(connection, session.client_id)
-        session.expiry_seconds = expiry
-        session.detach(self._delivery.heads, self._delivery.machine.sealed)
-        if present:
-            self._goes_on_alone(session)
-        elif not self.closing:
-            self._spawn(self._end(session.client_id, only=session))
-
-    async def _session_for(self, packet: p.Connect, client_id: str) -> tuple[Session, bool]:
-        """The session this CONNECT takes over or begins, and whether it was there."""
-        old = self.connections.get(client_id)
-        if old is not None:
-            ended = old.session
-            old.close(Reason.SESSION_TAKEN_OVER)
-            if ended is not None and not ended.durable:
-                await self._discard(client_id, only=ended)  # it ended with its connection: nothing to take over
-        if packet.clean_start:
-            await self._discard(client_id)
-        session = self.known.get(client_id)
-        if session is None and client_id in self.stored:
-            record = self.stored[client_id]
-            heads = dict(self._delivery.machine.every_head())
-            session = await self._keeper.call(self._keeper.restore, record, heads)
-            self.stored.pop(client_id, None)
-            self.known[client_id] = session
-        if session is not None:
-            return session, True
-        if len(self) >= self._sessions_max:
-            raise PeerError("too many sessions", Reason.QUOTA_EXCEEDED)
-        session = self.known[client_id] = Session(client_id, 0, epoch=0)
-        session.positions.generation = max((s.generation for s in self._delivery.heads), default=0)
-        return session, False
-
-    def _trimmed(self, session: Session, gaps: list[Gap]) -> None:
-        """Retention was faster than this session: a record is kept, and the policy decides how it goes on."""
-        for gap in gaps:
-            logger.warning("%s: %s from offset %d on is gone: %s", session.client_id, gap.stream, gap.first, gap.reason)
-        if gaps and self._settings.on_trimmed == "error":
-            raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
-        if gaps and self._settings.on_trimmed == "latest":
-            session.positions.behind.clear()
-
-    async def _under_way(self, session: Session) -> Callable[[int, int], bytes]:
-        """What was sent and not acknowledged, fetched from the log again: as packets, in the order it was sent."""
-        found: list[tuple[int, Delivery, Rows | None, int]] = []
-        loop = asyncio.get_running_loop()
-        for packet_id, delivery in session.in_flight():
-            rows, at = None, 0
-            if isinstance(delivery.origin, RetainedOrigin):
-                rows, at = delivery.origin.rows, delivery.offset
-            elif isinstance(delivery.origin, StreamOrigin | LoanFeed):
-                rows = await loop.run_in_executor(None, self.read_one, delivery.origin.stream, delivery.offset)
-                if rows is None:
-                    session.window.drop(packet_id)
-                    continue
-            if rows is not None or delivery.qos == RELEASED:
-                found.append((packet_id, delivery, rows, at))
-
-        def packets(version: int, packet_max: int) -> bytes:
-            now = time.time()
-            out = [session.outgoing.again(i, delivery, rows, at, version, now) for i, delivery, rows, at in found]
-            return b"".join(packet for packet in out if len(packet) <= packet_max)
-
-        return packets
-
-    def read_one(self, stream: Stream, offset: int) -> Rows | None:
-        """On a thread."""
+    def _welcome(self, live: Live, welcome: life.Welcome) -> None:
+        claim = self._claims.get(welcome.token)
+        if claim is None or claim.connection.closed or claim.connection.transport.is_closing():
+            self._events.append((live.machine.client_id, life.Gone(welcome.token)))
+            return
         try:
-            reading = self._log.read(stream, offset, rows_max=1)
-        except HoldfastError as error:
-            logger.warning("a delivery under way cannot be sent again: %s", error)
-            return None
-        return rows_of(reading.chunks[0]) if reading.chunks else None
+            session = self._restore(welcome.row, welcome.previous)
+        except PeerError as error:
+            # It is away as before: refused is not lost.
+            self._events.append((claim.client_id, life.Gone(claim.token, goodbye=True)))
+            claim.answer.set_exception(error)
+            return
+        if not welcome.session_present:
+            self._groups.session_ended(claim.client_id)
+        live.session, live.claim = session, claim
+        self.connections[claim.client_id] = claim.connection
+        claim.welcomed(session, welcome.session_present)
+        claim.answer.set_result(welcome.session_present)
 
-    # -- a client goes -----------------------------------------------------------------------------------
+    def _restore(self, row: SessionRow, previous: str) -> Session:
+        machine = self._delivery.machine
+        try:
+            session, gaps, refused = restore(
+                row, previous, machine.every_head(), machine.kept, self._settings.on_trimmed, time.time()
+            )
+        except RequestError as error:
+            logger.error("%s", error)
+            raise PeerError(str(error), Reason.IMPLEMENTATION_SPECIFIC_ERROR) from error
+        for gap in gaps:
+            logger.warning("%s: %s from offset %d on is gone: %s", row.client_id, gap.stream, gap.first, gap.reason)
+        if refused:
+            raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
+        session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
+        if gaps:
+            self._events.append((row.client_id, life.Moved()))
+        return session
 
-    def leave(self, connection: Connection, expiry: int | None) -> None:
-        """The connection is over; what happens to its session depends on its expiry."""
-        session, outlet = connection.session, connection.outlet
-        if session is None:
+    async def _send_again(self, connection: Connection, session: Session) -> None:
+        """What was sent and not acknowledged goes out again, in the order it was sent, before anything new."""
+        flights = session.in_flight()
+        for at in range(0, len(flights), AGAIN_AT_ONCE):
+            some = flights[at : at + AGAIN_AT_ONCE]
+            found = await self._fetch(some)
+            outlet = connection.outlet
+            if connection.session is not session or outlet is None:
+                return
+            out, now = [], time.time()
+            for packet_id, delivery in some:
+                if packet_id not in found and delivery.qos != RELEASED:
+                    session.window.drop(packet_id)  # nobody has it any more
+                    continue
+                rows, row = found.get(packet_id, (None, 0))
+                packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, now)
+                if len(packet) <= outlet.packet_max:
+                    out.append(packet)
+            connection.handle(mc.Say(b"".join(out)))
+
+    async def _fetch(self, flights: list[tuple[int, Delivery]]) -> dict[int, tuple[Rows, int]]:
+        """By packet id: the rows a delivery is in, and where. A read per stream, not per message."""
+        found: dict[int, tuple[Rows, int]] = {}
+        wanted: dict[Stream, dict[int, int]] = {}
+        for packet_id, delivery in flights:
+            origin = delivery.origin
+            if isinstance(origin, RetainedOrigin):
+                found[packet_id] = (origin.rows, delivery.offset)
+            elif isinstance(origin, StreamOrigin | LoanFeed) and delivery.qos != RELEASED:
+                wanted.setdefault(origin.stream, {})[delivery.offset] = packet_id
+        for stream, ids in wanted.items():
+            for offset, message in (await self._delivery.read_offsets(stream, list(ids))).items():
+                found[ids[offset]] = message
+        return found
+
+    # -- a client goes -------------------------------------------------------------------------------------
+
+    def leave(self, connection: Connection, goodbye: bool, expiry: int | None) -> None:
+        """The connection is over; its machine decides what that means for the session."""
+        claim = self._claims.pop(connection.claim, None)
+        if claim is None:
             return
         if expiry is not None:
-            session.expiry_seconds = self.bounded_expiry(expiry)
+            expiry = self.bounded_expiry(expiry)
+        self._give(claim.client_id, life.Gone(claim.token, goodbye, expiry))
+        if not claim.answer.done():
+            claim.answer.cancel()
+
+    def _detach(self, live: Live, claim: Claim) -> None:
+        """Nobody is connected to it here any more."""
+        session, connection = live.session, claim.connection
+        live.session = live.claim = None
+        if session is None:
+            return
+        session.positions.on_moved = _nothing
+        for saving in live.saving.values():
+            saving.cancel()
+        live.saving.clear()
+        if self.connections.get(claim.client_id) is connection:
+            del self.connections[claim.client_id]
         self._groups.leave(connection, may_return=session.durable and not self.closing)
-        connection.session = connection.outlet = None
-        client_id = session.client_id
-        if self.connections.get(client_id) is connection:
-            del self.connections[client_id]
+        outlet, connection.session, connection.outlet = connection.outlet, None, None
         if outlet is not None:
-            self._delivery.detach(outlet, away=session.durable)
-        session.detach(self._delivery.heads, self._delivery.machine.sealed)
-        will = connection.will
-        self._wills.left(connection, client_id, will, min(will.delay, session.expiry_seconds) if will else 0)
-        self._notices.emit(Gone(client_id, not session.durable))
-        self._goes_on_alone(session)
-
-    def _goes_on_alone(self, session: Session) -> None:
-        """Until it expires, which may be at once."""
-        if self.closing:
-            return
+            self._delivery.detach(outlet)
         if not session.durable:
-            self._spawn(self._end(session.client_id, only=session))
-            return
-        session.positions.dirty.update(session.positions.behind)
-        self._expire_later(session.client_id, time.time(), session.expiry_seconds)
-        self._spawn(self._save_away(session, session.epoch))
+            self._groups.session_ended(claim.client_id)
+        self._notices.emit(Gone(claim.client_id, not session.durable))
 
-    async def _save_away(self, session: Session, epoch: int) -> None:
-        if self.known.get(session.client_id) is not session:
-            return  # it has ended meanwhile: what was deleted must stay so
-        await self._keeper.flush([session], self._delivery.heads)
-        # Whoever is coming back has said so in the store: it is not to read that the client is away.
-        if session.epoch == epoch and self.known.get(session.client_id) is session:
-            try:
-                await self._keeper.save(record_of(session, connected=False, now=time.time()))
-            except HoldfastError as error:  # what is stored says that it is connected, as if the node had been killed
-                logger.warning("that %s is away could not be stored: %s", session.client_id, error)
+    def _end_claim(self, claim: Claim, reason: int) -> None:
+        """By our own decision: its machine knows."""
+        self._claims.pop(claim.token, None)
+        live = self._live.get(claim.client_id)
+        if live is not None and live.claim is claim:
+            self._detach(live, claim)
+        if not claim.answer.done():
+            claim.answer.set_exception(PeerError("the session cannot be had just now", reason))
+        claim.connection.close(reason)
 
-    async def _discard(self, client_id: str, only: Session | None = None) -> None:
-        """The session ends: subscriptions, cursors and record go with it."""
-        session = self.known.get(client_id)
-        if only is not None and session is not only:
-            return
-        record = self.stored.pop(client_id, None)
-        if session is not None:
-            del self.known[client_id]
-            self._groups.session_ended(session)
-        filters = [s.filter for s in record.subscriptions] if record else []
-        filters += session.subscriptions.filters if session else []
-        for filter_text in filters:
-            self._delivery.machine.away.remove(filter_text, client_id)
-        self._wills.session_ended(client_id)
-        await self._keeper.forget(client_id, filters, self._delivery.heads)
+    # -- what it is subscribed to --------------------------------------------------------------------------
 
-    async def _end(self, client_id: str, only: Session | None = None) -> None:
-        """As `_discard`, where nobody waits for it: the keeper goes on trying."""
-        try:
-            await self._discard(client_id, only)
-        except HoldfastError as error:
-            logger.warning("the session of %s is over, but not deleted yet: %s", client_id, error)
+    async def save(self, session: Session) -> None:
+        """Its subscriptions as they are now are durable. A session that ends with its connection needs no promise."""
+        live = self._live.get(session.client_id)
+        if live is None or live.session is not session:
+            raise PeerError("the session is served elsewhere", Reason.SESSION_TAKEN_OVER)
+        self._numbers += 1
+        saving = live.saving[self._numbers] = asyncio.get_running_loop().create_future()
+        self._give(session.client_id, life.Subscribed(self._numbers))
+        await saving
 
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""
         shared = session.subscriptions.shared
         for filter_text in [text for text in shared if parse_share(text) == group]:
             del shared[filter_text]
-        if session.durable:
-            self._keeper.save(record_of(session, connected=connection.session is session, now=time.time()))
         connection.close(Reason.ADMINISTRATIVE_ACTION)
 
-    # -- time --------------------------------------------------------------------------------------------
+    # -- the node stops ------------------------------------------------------------------------------------
 
-    def _expire_later(self, client_id: str, since: float, expiry_seconds: int) -> None:
-        if expiry_seconds == NEVER:
-            return
-        heapq.heappush(self._expiries, (since + expiry_seconds, next(self._order), client_id))
-        if len(self._expiries) > 1000 + 4 * len(self):
-            # Whoever comes and goes leaves an entry each time: only the last one counts.
-            self._expiries = list({entry[2]: entry for entry in sorted(self._expiries)}.values())
-            heapq.heapify(self._expiries)
+    def stop(self, reason: int = Reason.SERVER_SHUTTING_DOWN) -> None:
+        """Clients are told; what is not saved is saved."""
+        self.closing = True
+        for client_id in list(self._live):
+            self._give(client_id, life.Stop(reason))
 
-    async def expire_due(self) -> None:
-        """End the sessions whose time has come."""
-        while self._expiries and self._expiries[0][0] <= time.time():
-            await self._expire(heapq.heappop(self._expiries)[2])
+    async def stopped(self, seconds: float) -> bool:
+        """Every session has been let go, or there is no more time."""
+        give_up = time.monotonic() + seconds
+        while self._live and time.monotonic() < give_up:
+            await asyncio.sleep(0.01)
+        return not self._live
 
-    async def _expire(self, client_id: str) -> None:
-        """Its time may have come; unless it is back, is just coming back, or left again later."""
-        if client_id in self.connections or client_id in self._locks:
-            return
-        record, session = self.stored.get(client_id), self.known.get(client_id)
-        overdue = record is not None and record.disconnected_at + record.expiry_seconds <= time.time()
-        left_again = any(entry[2] == client_id for entry in self._expiries)
-        if overdue or (session is not None and not left_again):
-            await self._end(client_id)
+    def close(self) -> None:
+        for timer in (self._timer, self._lapse):
+            if timer is not None:
+                timer.cancel()
 
-    async def flush(self) -> int:
-        """Save the cursors that have moved; how many."""
-        dirty = [s for s in self.known.values() if s.positions.dirty]
-        return await self._keeper.flush(dirty, self._delivery.heads) if dirty else 0
 
-    async def save_all(self) -> None:
-        """At a clean stop: cursors, and what is in flight."""
-        sessions = [s for s in self.known.values() if s.durable]
-        for session in sessions:
-            session.positions.dirty.update(self._delivery.heads)
-        await self._keeper.flush(sessions, self._delivery.heads)
-        now = time.time()
-        saves = [self._keeper.save(record_of(s, connected=False, now=now, clean_stop=True)) for s in sessions]
-        if saves:
-            await asyncio.wait(saves)
+def _nothing() -> None: ...
+
+
+def _stored(will: p.Will | None, expiry_secs: int) -> StoredWill | None:
+    """A will to one of our own topics is none."""
+    if will is None or will.topic.startswith("$"):
+        return None
+    delay = min(will.delay, expiry_secs)
+    return StoredWill(will.topic, will.payload, will.qos, will.retain, will.properties or b"", delay)
 
 
 def effective_expiry(packet: p.Connect) -> int:

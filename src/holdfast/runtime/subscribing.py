@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from holdfast.auth.authenticator import Authenticator
@@ -28,8 +27,6 @@ from holdfast.runtime.connection import Connection
 from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.ingest import Ingest
-from holdfast.runtime.keeper import Keeper
-from holdfast.sessions.records import record_of
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.topics import too_deep
@@ -71,7 +68,7 @@ class Subscribing:
         auth: Authenticator,
         ingest: Ingest,
         delivery: DeliveryHost,
-        keeper: Keeper,
+        save: Callable[[Session], Awaitable[None]],
         control: ControlTopics,
         groups: Groups,
         said: notices.Notices,
@@ -81,7 +78,7 @@ class Subscribing:
         shared_store: bool,
     ):
         self._log, self._auth, self._ingest, self._delivery = log, auth, ingest, delivery
-        self._keeper, self._control, self._groups, self._said = keeper, control, groups, said
+        self._save, self._control, self._groups, self._said = save, control, groups, said
         self._groups_enabled, self._subscriptions_max = groups_enabled, subscriptions_max
         self._shared_store = shared_store
         """Other nodes publish to the same log, so what they have stored counts as published before, too."""
@@ -126,7 +123,9 @@ class Subscribing:
         if connection.session is not session:
             return b"", _nothing
         if changed and session.durable:
-            await self._keeper.save(record_of(session, connected=True, now=time.time()))
+            await self._save(session)
+            if connection.session is not session:
+                return b"", _nothing
         for request, reason in zip(packet.filters, reasons, strict=True):
             if reason < 0x80:
                 self._said.emit(notices.Subscribed(session.client_id, request.filter, request.qos))
@@ -239,9 +238,6 @@ class Subscribing:
         new = session.subscribe(subscription)
         if connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
-        if start is not None and session.durable:
-            # They only go forward, and may say, be it of an earlier subscription, that it had what it wants now.
-            await self._keeper.delete_cursors(session.client_id, [request.filter], self._delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     async def _find(self, start: Start, subscription: Subscription) -> tuple[dict[Stream, int], _Lake]:
@@ -308,9 +304,7 @@ class Subscribing:
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
         if gone and session.durable:
-            # The other way round, a crash in between would bring the filter back without what it has had.
-            await self._keeper.save(record_of(session, connected=True, now=time.time()))
-            await self._keeper.delete_cursors(session.client_id, gone, self._delivery.heads)
+            await self._save(session)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
 
 

@@ -23,7 +23,8 @@ What a host does
 - Effects of all machines are gathered: `ReadRow` into one `table.read` (with `lease_over`: whether the lease that the
   row names has ended), `WriteRow` into one `table.write`. Every `WriteRow` is answered once: `Written`, or `Failed`
   (`in_doubt` unless it is certain that nothing was written). A read that fails needs no answer: it is asked for again.
-- `content()` is asked when a write is made and when the connection ends; never after `Close`, `Refuse` or `Gone`.
+- `content(leaving)` is asked when a write is made and when the connection ends (`leaving`: nothing is sent or heard
+  after it); never after `Close`, `Refuse` or `Gone`.
 - A `Release` for a client without a machine goes to `answer_unheld`.
 """
 
@@ -132,6 +133,8 @@ class Connect:
     clean_start: bool
     expiry_secs: int
     will: StoredWill | None = None
+    may_begin: bool = True
+    """There is room for one more session, if this client has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,8 @@ class Welcome:
     token: str
     session_present: bool
     row: SessionRow
+    previous: str
+    """The token of the connection before. Empty: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +296,8 @@ class _Connection:
     """By the store's clock."""
     give_up_at: float
     welcome: bool = False
+    previous: str = ""
+    """The connection that the row was taken for before."""
 
     @property
     def token(self) -> str:
@@ -356,7 +363,7 @@ class SessionLife:
         "state",
     )
 
-    def __init__(self, client_id: str, node: SessionNode, content: Callable[[], Content]):
+    def __init__(self, client_id: str, node: SessionNode, content: Callable[[bool], Content]):
         self.client_id, self.node, self._content = client_id, node, content
         self.state = State.NONE
         self.row: SessionRow | None = None
@@ -491,7 +498,10 @@ class SessionLife:
     def _decide(self, found: Found, now: float) -> None:
         """The row is known; may it be taken?"""
         row = found.row
-        if (
+        assert self._waiting is not None
+        if (row is None or row.dead) and not self._waiting.connect.may_begin:
+            self._refuse_waiting(Reason.QUOTA_EXCEEDED, now)
+        elif (
             row is None
             or row.lease is None
             or row.lease == self.node.lease  # nobody here holds it, or it would not have been read
@@ -544,6 +554,7 @@ class SessionLife:
         )
         if basis is not None and basis.publish is not None:
             change = change._replace(publish=basis.publish)
+        connection.previous = old.connect if old is not None and change.row.born != connect.token else ""
         self._write(_Pending(write(old, change, take=True, filters_of=node.filters_of), connection))
 
     def _take_from_memory(self, now: float) -> None:
@@ -566,7 +577,7 @@ class SessionLife:
         assert node.lease is not None
         self._move(State.TAKING)
         self._frozen_until = inf
-        kept = msgspec.structs.replace(flushed(row, self._content()), owner=node.name, lease=node.lease)
+        kept = msgspec.structs.replace(flushed(row, self._content(False)), owner=node.name, lease=node.lease)
         self._moved = False
         change = write(row, Change(kept), take=True, filters_of=node.filters_of)
         self._write(_Pending(change, self._connection, resumes=True, numbers=self._take_numbers()))
@@ -635,7 +646,7 @@ class SessionLife:
             if not pending.resumes:
                 return  # the departure before, if it was taken from memory, is still to be saved
         self._departure = departure
-        self._memory = self._content() if connection.welcome else None
+        self._memory = self._content(True) if connection.welcome else None
 
     @property
     def _holds(self) -> bool:
@@ -796,7 +807,7 @@ class SessionLife:
             self._out.append(Resume(connection.token))
         else:
             connection.welcome = True
-            self._out.append(Welcome(connection.token, row.connect != row.born, row))
+            self._out.append(Welcome(connection.token, row.connect != row.born, row, connection.previous))
 
     def _go_on_leaving(self, now: float) -> None:
         row, departure = self.row, self._departure
@@ -831,7 +842,7 @@ class SessionLife:
         row = self.row
         assert row is not None
         self._moved, self._flush_at = False, inf
-        change = Change(flushed(row, self._content()))
+        change = Change(flushed(row, self._content(False)))
         change_write = write(row, change, take=False, filters_of=self.node.filters_of)
         self._write(_Pending(change_write, numbers=self._take_numbers()))
 

@@ -114,6 +114,9 @@ class SessionTable(Protocol):
     def of_lease(self, lease: int, after: str, limit: int) -> list[SessionRow]:
         """Rows that name this lease, by client id, behind `after`."""
 
+    def page(self, after: str, limit: int) -> list[SessionRow]:
+        """All sessions, dead ones not counted, by client id, behind `after`."""
+
     def leases(self) -> set[int]:
         """Every lease that a row names."""
 

@@ -63,6 +63,9 @@ class Store(Protocol):
     def manifest(self) -> Manifest:
         """What the lake holds. RequestError if the store lives in one process only."""
 
+    def hold(self, node: str) -> None:
+        """The node of this name serves it from now on. RequestError, with who does already, unless it is `shared`."""
+
     def bus(self, node: str) -> Bus | None:
         """Messages to and from the node of this name; None if the store is not `shared`: there is nobody else."""
 

@@ -203,28 +203,23 @@ def make_app(node: Node) -> FastAPI:
         return _json({"group": group, "paused": wanted.paused})
 
     @app.get("/api/v1/sessions")
-    async def sessions(_: Identity = reader) -> Response:
-        rows = [_session(node, session) for session in node.sessions.known.values()]
-        rows += [
-            {
-                "client_id": r.client_id,
-                "connected": False,
-                "expiry_seconds": r.expiry_seconds,
-                "subscriptions": len(r.subscriptions),
-            }
-            for r in node.sessions.stored.values()
-        ]
-        return _json({"sessions": sorted(rows, key=lambda row: str(row["client_id"]))})
+    async def sessions(
+        after: str = "", limit: int = Query(default=SESSIONS_PAGE, ge=1, le=SESSIONS_PAGE), _: Identity = reader
+    ) -> Response:
+        rows = await node.rows.ask(node.rows.table.page, after, limit)
+        found: dict[str, Any] = {"sessions": [_session(row) for row in rows]}
+        if len(rows) == limit:
+            found["next"] = rows[-1].client_id
+        return _json(found)
 
     @app.get("/api/v1/sessions/{client_id:path}")
     async def session(client_id: str, _: Identity = reader) -> Response:
-        found = node.sessions.known.get(client_id)
-        if found is None and client_id in node.sessions.stored:
-            record = node.sessions.stored[client_id]
-            found = await node.keeper.call(node.keeper.restore, record, dict(node.delivery.machine.every_head()))
-        if found is None:
+        rows = await node.rows.ask(node.rows.table.read, [client_id])
+        row = rows.get(client_id)
+        if row is None or row.dead:
             raise UnknownStream(f"there is no session {client_id!r}")
-        return _json(_session_whole(node, found))
+        # Of a client that is connected here more is known than what is stored.
+        return _json(_session_whole(node, row, node.sessions.session(client_id) or restore(row, "", {})))
 
     return app
 
@@ -272,16 +267,17 @@ def _utf8(text: str) -> bytes:
         raise RequestError(f"payload is not valid Unicode: {error.reason}; use payload_base64") from error
 
 
-def _session(node: Node, session: Session) -> dict[str, Any]:
+def _session(row: SessionRow) -> dict[str, Any]:
     return {
-        "client_id": session.client_id,
-        "connected": session.client_id in node.sessions.connections,
-        "expiry_seconds": session.expiry_seconds,
-        "subscriptions": len(session.subscriptions),
+        "client_id": row.client_id,
+        "connected": row.owner is not None,
+        "node": row.owner,
+        "expiry_seconds": row.expiry_secs,
+        "subscriptions": len(filters_of(row.subscriptions)),
     }
 
 
-def _session_whole(node: Node, session: Session) -> dict[str, Any]:
+def _session_whole(node: Node, row: SessionRow, session: Session) -> dict[str, Any]:
     heads = node.delivery.heads
     cursors = session.cursors(heads, heads)
     subscriptions = []
@@ -298,7 +294,7 @@ def _session_whole(node: Node, session: Session) -> dict[str, Any]:
             }
         )
     return {
-        **_session(node, session),
+        **_session(row),
         "subscriptions": subscriptions,
         "in_flight": len(session.window),
         "skipped": [dataclasses.asdict(skip) for skip in session.positions.gaps],

@@ -128,6 +128,10 @@ class SqlSessionTable(ABC):
     @abstractmethod
     def of_lease(self, lease: int, after: str, limit: int) -> list[SessionRow]: ...
 
+    def page(self, after: str, limit: int) -> list[SessionRow]:
+        sql = f"select {ALL} from sessions s where not s.dead and s.client_id > ? order by s.client_id limit ?"
+        return self._rows(sql, after, limit)
+
     def leases(self) -> set[int]:
         # From one lease to the next in the index, however many rows name each.
         sql = """

@@ -119,6 +119,12 @@ class MemorySessionTable:
             found = sorted(name for name, row in rows.items() if row.lease == lease and name > after)
             return [rows[client_id] for client_id in found[:limit]]
 
+    def page(self, after: str, limit: int) -> list[SessionRow]:
+        with self._backend.lock:
+            rows = self._state.rows
+            found = sorted(name for name, row in rows.items() if not row.dead and name > after)
+            return [rows[client_id] for client_id in found[:limit]]
+
     def leases(self) -> set[int]:
         with self._backend.lock:
             return {row.lease for row in self._state.rows.values() if row.lease is not None}

@@ -54,6 +54,9 @@ class MemoryStore:
     def manifest(self) -> Manifest:
         raise RequestError("a lake needs a store that several processes share; use sqlite or postgresql")
 
+    def hold(self, node: str) -> None:
+        """It lives in one process anyway."""
+
     def bus(self, node: str) -> None:
         return None
 

@@ -49,6 +49,9 @@ class PostgresStore:
     def manifest(self) -> Manifest:
         return SqlManifest(self.database)
 
+    def hold(self, node: str) -> None:
+        """Any number of nodes."""
+
     def bus(self, node: str) -> Bus:
         return PostgresBus(self.database, node)
 

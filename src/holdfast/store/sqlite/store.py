@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TextIO
 
 from holdfast.log.log import Log
 from holdfast.log.manifest import Manifest
@@ -11,6 +12,7 @@ from holdfast.metadata.contract import Metadata
 from holdfast.sessions.table import SessionTable
 from holdfast.store.in_sql.manifest import SqlManifest
 from holdfast.store.sqlite.database import SqliteDatabase
+from holdfast.store.sqlite.hold import hold
 from holdfast.store.sqlite.log import SqliteLog
 from holdfast.store.sqlite.metadata import SqliteMetadata
 from holdfast.store.sqlite.sessions import SqliteSessionTable
@@ -28,6 +30,7 @@ class SqliteStore:
         self._metadata = SqliteMetadata(self.database, self.close)
         self._sessions = SqliteSessionTable(self.database, self._log)
         self._closed = False
+        self._held: TextIO | None = None
 
     def log(self) -> Log:
         return self._log
@@ -44,6 +47,9 @@ class SqliteStore:
     def manifest(self) -> Manifest:
         return SqlManifest(self.database)
 
+    def hold(self, node: str) -> None:
+        self._held = hold(self.database.path, node)
+
     def bus(self, node: str) -> None:
         return None
 
@@ -53,3 +59,5 @@ class SqliteStore:
             self._watcher.close()
             self._metadata.feed.close()
             self.database.close()
+            if self._held is not None:
+                self._held.close()

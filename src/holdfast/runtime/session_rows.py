@@ -1,0 +1,141 @@
+"""Reads and writes of all sessions' rows: whatever waits goes together, as one query or one transaction.
+
+While one is under way the next one fills up. Reads and writes have a thread each, which they share with nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from holdfast.errors import HoldfastError, RequestError, StoreUnavailable
+from holdfast.sessions.life import Failed, Found, Written
+from holdfast.sessions.table import RowWrite, SessionRow, SessionTable
+
+logger = logging.getLogger("holdfast.sessions")
+
+ROWS_MAX = 500
+T = TypeVar("T")
+
+
+class FoundRow(NamedTuple):
+    """A row, what of it stands elsewhere, and whether the lease it names has ended."""
+
+    row: SessionRow | None
+    lease_over: bool
+
+
+class SessionRows:
+    """One per node; called on the loop's thread."""
+
+    def __init__(self, table: SessionTable, alive: Callable[[], set[int]]):
+        self.table, self._alive = table, alive
+        self._reads: list[tuple[str, int, Callable[[Found], None]]] = []
+        self._writes: list[tuple[RowWrite, Callable[[Written | Failed], None]]] = []
+        self._reading = self._writing = False
+        self._reader = ThreadPoolExecutor(1, "holdfast-session-reads")
+        self._writer = ThreadPoolExecutor(1, "holdfast-session-writes")
+        self._closed = False
+        self.written = 0
+        """Rows, for the metrics."""
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def read(self, client_id: str, number: int, answer: Callable[[Found], None]) -> None:
+        """One `Found`, unless the store fails: then whoever asked asks again."""
+        self._reads.append((client_id, number, answer))
+        if not self._reading:
+            self._reading = True
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _read(self) -> None:
+        some, self._reads = self._reads[:ROWS_MAX], self._reads[ROWS_MAX:]
+        if not some or self._closed:
+            self._reading = False
+            return
+        ids = sorted({client_id for client_id, _, _ in some})
+        reading = asyncio.get_running_loop().run_in_executor(self._reader, self._read_rows, ids)
+        reading.add_done_callback(lambda done: self._was_read(some, done))
+
+    def _read_rows(self, ids: list[str]) -> dict[str, FoundRow]:
+        """On the reader's thread. Rows first: a lease is alive before a row names it."""
+        rows = self.table.read(ids)
+        named = {row.lease for row in rows.values() if row.lease is not None}
+        alive = self._alive() if named else set()
+        found = {i: FoundRow(rows.get(i), False) for i in ids}
+        for client_id, row in rows.items():
+            found[client_id] = FoundRow(row, row.lease is not None and row.lease not in alive)
+        return found
+
+    def _was_read(
+        self,
+        asked: list[tuple[str, int, Callable[[Found], None]]],
+        done: asyncio.Future[dict[str, FoundRow]],
+    ) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            rows = done.result()
+            for client_id, number, answer in asked:
+                answer(Found(number, *rows[client_id]))
+        else:
+            logger.warning("%d sessions could not be read: %s", len(asked), error, exc_info=_unless_ours(error))
+        self._read()
+
+    async def ask(self, call: Callable[..., T], *given: object) -> T:
+        """Something else, on the reader's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, call, *given)
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def write(self, write: RowWrite, answer: Callable[[Written | Failed], None]) -> None:
+        """One answer, whatever happens."""
+        self._writes.append((write, answer))
+        if not self._writing:
+            self._writing = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        some, self._writes = self._writes[:ROWS_MAX], self._writes[ROWS_MAX:]
+        if not some or self._closed:
+            self._writing = False
+            return
+        writes = [write for write, _ in some]
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.write, writes)
+        writing.add_done_callback(lambda done: self._was_written(some, done))
+
+    def _was_written(
+        self, asked: list[tuple[RowWrite, Callable[[Written | Failed], None]]], done: asyncio.Future
+    ) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self.written += len(asked)
+            for (_, answer), verdict in zip(asked, done.result(), strict=True):
+                answer(Written(verdict))
+        else:
+            logger.warning("%d sessions could not be written: %s", len(asked), error, exc_info=_unless_ours(error))
+            certain = isinstance(error, StoreUnavailable | RequestError)
+            for _, answer in asked:
+                answer(Failed(in_doubt=not certain))
+        self._write()
+
+    async def drained(self) -> None:
+        """Everything that was to be written has its answer."""
+        while self._writing:
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        self._closed = True
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
+
+
+def _unless_ours(error: BaseException) -> BaseException | None:
+    """A fault that we did not expect is shown with where it came from."""
+    return None if isinstance(error, HoldfastError) else error
