@@ -94,7 +94,7 @@ class World:
     def client(self, *filters: str, qos: int = 0, window: int = 65_535) -> Outlet:
         session = Session(f"c{len(self.got)}", 100)
         for text in filters:
-            session.subscribe(Subscription(text, qos, since=dict(self.machine.heads)))
+            session.subscribe(Subscription(text, qos), self.machine.heads.end(), self.machine.heads)
         outlet = Outlet(session, 5, window)
         self.got[outlet] = []
         self.give(dv.Attached(outlet))
@@ -205,11 +205,10 @@ def test_what_was_read_for_other_filters_says_nothing_about_the_new_ones():
     world.commit("b", b"2")
     world.got[outlet].clear()
     session = outlet.session
-    session.go_back(S, 0, world.machine.heads, "a")
-    session.subscriptions["a"].since[S] = 0
+    session.subscribe(Subscription("a", 0), world.machine.heads.beginning(), world.machine.heads)
     world.give(dv.Subscribed(outlet, "a"))
     assert len(world.fetches) == 1
-    session.subscribe(Subscription("b", 0, since={S: 0}))
+    session.subscribe(Subscription("b", 0), world.machine.heads.beginning(), world.machine.heads)
     world.give(dv.Subscribed(outlet, "b"))
     world.settle()
     assert world.got[outlet] == [b"1", b"2"]

@@ -34,7 +34,7 @@ class Subscriber:
         self.got: list[str] = []
         self.outlet = Outlet(self.session, 5)
         for text in filters:
-            self.session.subscribe(Subscription(text, qos, since=dict(bench.delivery.heads)))
+            self.session.subscribe(Subscription(text, qos), bench.delivery.heads.end(), bench.delivery.heads)
         bench.delivery.attach(self.outlet, self)
 
     def write(self, raw: bytes) -> None:
@@ -183,7 +183,7 @@ def test_a_sealed_generation_is_followed_by_the_next(tmp_path):
         bench.delivery.hint()
         await until(lambda: len(one.got) == 3)
         assert one.got == ["0", "1", "2"]
-        assert {s.generation for s in bench.delivery.machine.sealed} == {1, 2}
+        assert {s.generation for s in bench.delivery.heads.sealed} == {1, 2}
         assert {s.generation for s in bench.delivery.heads} == {1, 2, 3}
 
     run(tmp_path, work)
@@ -196,7 +196,7 @@ def test_dropped_generations_are_forgotten(tmp_path):
         bench.log.drop(LOG, 1)
         bench.delivery.hint()
         await until(lambda: S not in bench.delivery.heads)
-        assert S not in bench.delivery.machine.sealed
+        assert S not in bench.delivery.heads.sealed
 
     run(tmp_path, work)
 

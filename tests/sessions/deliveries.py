@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.cursors.cursor_map import CursorMap
 from holdfast.model import Batch, Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt.packets import V5, Publish
@@ -15,6 +16,14 @@ from holdfast.sessions.subscriptions import Subscription
 S = Stream("messages", 0, 1)
 NEXT_S = Stream("messages", 0, 2)
 NO_LIMIT = 1 << 30
+
+
+def begun(at: dict[Stream, int]) -> CursorMap:
+    """What a subscription does not want that began there."""
+    found = CursorMap()
+    for stream, past in at.items():
+        found.set(stream, past)
+    return found
 
 
 def rows(

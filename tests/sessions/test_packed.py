@@ -13,7 +13,6 @@ from holdfast.cursors.cursor_map import DONE, CursorMap, Progress, past_of
 from holdfast.errors import RequestError
 from holdfast.model import Stream
 from holdfast.sessions.packed import (
-    GAPS_MAX,
     Flight,
     StoredCursors,
     StoredPackets,
@@ -26,7 +25,7 @@ from holdfast.sessions.packed import (
     unpack_packets,
     unpack_subscriptions,
 )
-from holdfast.sessions.positions import Gap
+from holdfast.sessions.positions import GAPS_MAX, Gap
 
 LOG = "messages"
 large = st.integers(0, DONE - 1)
@@ -134,6 +133,15 @@ def test_going_back_for_one_subscription_keeps_what_the_other_has_not_acknowledg
     assert not found.cursor(2, at(0, 1)).is_acked(7) and not found.cursor(2, at(0, 1)).is_acked(20)
 
 
+def test_five_thousand_filters_that_began_together_say_it_once() -> None:
+    began = CursorMap.done_before(700)
+    cursors = StoredCursors(CursorMap.done_before(5), dict.fromkeys(range(1, 5001), began))
+    data = pack_cursors(cursors)
+    assert len(data) < 5100
+    found = unpack_cursors(data, "me")
+    assert found == cursors and len({id(own) for own in found.own.values()}) == 1
+
+
 def test_the_newest_records_of_what_was_skipped_are_kept() -> None:
     cursors = StoredCursors()
     many = [Gap(f"{LOG}.{n}.0", n, None, "dropped by retention", 1.5) for n in range(GAPS_MAX + 20)]
@@ -237,7 +245,7 @@ def test_any_numbers_under_a_right_checksum_are_cursors_or_an_error(ints: list[i
     from holdfast.sessions.packed import _framed
 
     try:
-        found = unpack_cursors(_framed(b"c", (ints, {}, [])), "me")
+        found = unpack_cursors(_framed(b"c", (ints, [], [])), "me")
     except RequestError as error:
         assert "'me'" in str(error)
     else:

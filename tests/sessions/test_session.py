@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from deliveries import NEXT_S, NO_LIMIT, S, offer, packets, payloads, rows, sent, subscribed
+from deliveries import NEXT_S, NO_LIMIT, S, begun, offer, packets, payloads, rows, sent, subscribed
 
 from holdfast.cursors import Cursor
+from holdfast.cursors.cursor_map import DONE, CursorMap
 from holdfast.model import RETAIN, Batch, Stream
 from holdfast.mqtt import properties
 from holdfast.mqtt.packets import V5, V311
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.positions import Gap
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
@@ -315,14 +317,16 @@ def test_an_older_generation_is_read_to_its_end_before_the_next_is_offered():
     session.positions.behind[S] = 0
     assert not offer(session, rows(0, ["t"], stream=NEXT_S))
     assert session.positions.behind == {S: 0, NEXT_S: 0}
-    assert session.positions.next_to_read() == S
+    heads = Heads({S: 5, NEXT_S: 1})
+    assert session.positions.next_to_read(heads, session.window) == S
     session.positions.behind[S] = 5
     assert session.positions.caught_up(S, 5) is not None
-    assert session.positions.next_to_read() == NEXT_S
+    assert session.positions.next_to_read(heads, session.window) == NEXT_S
 
 
 def test_with_nothing_behind_there_is_nothing_to_read():
-    assert subscribed("#").positions.next_to_read() is None
+    session = subscribed("#")
+    assert session.positions.next_to_read(Heads({S: 5}), session.window) is None
 
 
 def test_a_read_leaves_out_what_is_under_way():
@@ -334,7 +338,7 @@ def test_a_read_leaves_out_what_is_under_way():
 
 
 def test_a_read_leaves_out_what_only_an_ended_or_later_subscription_means():
-    session = subscribed(Subscription("a", 1, since={S: 2}), Subscription("b", 1))
+    session = subscribed(Subscription("a", 1, done=begun({S: 2})), Subscription("b", 1))
     assert list(session.positions.pick(rows(0, ["a", "b", "a", "b"]), session.window)) == [1, 2, 3]
     session.unsubscribe("b")
     assert list(session.positions.pick(rows(0, ["a", "a", "a"]), session.window)) == [2], "it began at 2, alone or not"
@@ -345,9 +349,9 @@ def test_a_read_leaves_out_what_only_an_ended_or_later_subscription_means():
 
 def test_subscribing_again_replaces_the_options_and_keeps_the_start():
     session = Session("me", 100)
-    assert session.subscribe(Subscription("a", 1, since={S: 4}))
+    assert session.subscribe(Subscription("a", 1, done=begun({S: 4})))
     assert not session.subscribe(Subscription("a", 2, identifier=3))
-    assert session.subscriptions["a"].qos == 2 and session.subscriptions["a"].since == {S: 4}
+    assert session.subscriptions["a"].qos == 2 and session.subscriptions["a"].done == begun({S: 4})
 
 
 def test_what_waits_for_a_subscription_that_is_gone_is_not_sent():
@@ -383,8 +387,11 @@ def test_parking_leaves_what_was_not_sent_to_the_log():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 5))
     sent(session, room=2)
-    session.detach({S: 5, OTHER: 7}, sealed=())
-    assert session.positions.behind == {S: 2, OTHER: 7}
+    heads = {S: 5, OTHER: 7}
+    session.detach(heads, sealed=())
+    assert session.position(OTHER, heads) == 7
+    session.attach(heads, now=0.0)
+    assert session.positions.behind == {S: 2}
     assert session.outgoing.rows == 0 and session.outgoing.bytes == 0 and sent(session) == []
     assert len(session.window) == 2, "what is under way stays under way"
 
@@ -399,23 +406,35 @@ def test_coming_back_with_nothing_new_is_being_live():
 def test_a_finalised_stream_that_was_read_to_its_end_leaves_nothing_behind():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 3, stream=OTHER))
-    session.detach({S: 5, OTHER: 3, NEXT_S: 0}, sealed={S, OTHER})
-    assert session.positions.behind == {OTHER: 0, NEXT_S: 0}
+    heads = Heads({S: 5, OTHER: 3, NEXT_S: 0}, sealed={S, OTHER})
+    session.detach(heads)
+    assert list(session.positions.done) == [(1, 1, 0)] and session.positions.done.spans == [(0, DONE), (2, 0)]
+    session.attach(heads, now=0.0)
+    assert session.positions.behind == {OTHER: 0}
 
 
 def test_a_generation_that_began_while_the_client_was_away_is_read_from_its_beginning():
     session = subscribed("#")
     session.detach({S: 5}, sealed=())
-    session.attach({S: 6, NEXT_S: 3, Stream("messages", 1, 2): 0}, now=0.0)
-    assert session.positions.behind == {S: 5, NEXT_S: 0}
+    heads = Heads({S: 6, NEXT_S: 3, Stream("messages", 1, 2): 0})
+    session.attach(heads, now=0.0)
+    assert session.positions.behind == {S: 5}
+    assert not session.offer(rows(3, ["t"], stream=NEXT_S), [0], NO_LIMIT), "it is not looked at yet"
+    feed(session, 5, 6, heads)
+    assert session.positions.next_to_read(heads, session.window) == NEXT_S
+    assert session.positions.behind == {NEXT_S: 0}
 
 
 def test_parking_twice_forgets_no_generation_that_came_in_between():
     session = subscribed("#")
     session.detach({S: 5}, sealed=())
     session.detach({S: 6, NEXT_S: 3}, sealed={S})  # a connection that was gone before it was welcomed
-    session.attach({S: 6, NEXT_S: 3}, now=0.0)
-    assert session.positions.behind == {S: 5, NEXT_S: 0}
+    heads = Heads({S: 6, NEXT_S: 3})
+    session.attach(heads, now=0.0)
+    assert session.positions.behind == {S: 5}
+    feed(session, 5, 6, heads)
+    session.positions.open(heads, session.window)
+    assert session.positions.behind == {NEXT_S: 0}
 
 
 def test_a_stream_of_the_newest_generation_that_was_not_known_yet_is_read_from_its_beginning():
@@ -431,7 +450,15 @@ def test_dropped_by_retention_while_away_is_recorded():
     session.detach({S: 5}, sealed=())
     session.attach({NEXT_S: 2}, now=9.0)
     assert session.positions.behind == {NEXT_S: 0}
-    assert session.positions.gaps == [Gap(str(S), 5, None, "dropped by retention", 9.0)]
+    assert session.positions.gaps[0] == Gap(str(S), 5, None, "dropped by retention", 9.0)
+
+
+def test_a_session_that_may_not_go_on_stays_away():
+    session = subscribed("#")
+    session.detach({S: 5}, sealed=())
+    assert session.attach({NEXT_S: 2}, 9.0, "error").refuse and not session.attached
+    assert session.attach({NEXT_S: 2}, 9.0, "error").refuse
+    assert not session.attach({NEXT_S: 2}, 9.0, "earliest").refuse and session.attached
 
 
 def test_under_way_comes_again_as_it_was_with_dup_and_its_id():
@@ -461,7 +488,7 @@ def test_what_has_expired_or_is_no_longer_wanted_still_comes_again_under_its_id(
 
 def test_after_a_crash_what_may_have_been_sent_is_marked_and_what_is_new_is_not():
     session = subscribed("#")
-    session.positions.dup_below[S] = 2
+    session.positions.dup_below = {S: 2}
     offer(session, rows(0, ["t"] * 4, flags=[1, 0, 1, 1]))
     assert [(one.qos, one.dup) for one in sent(session)] == [(1, True), (0, False), (1, False), (1, False)]
 
@@ -502,7 +529,7 @@ def test_what_does_not_match_is_passed_over():
 
 
 def test_a_subscription_has_nothing_to_say_about_what_was_before_it():
-    session = subscribed(Subscription("a", 1), Subscription("b", 1, since={S: 3}))
+    session = subscribed(Subscription("a", 1), Subscription("b", 1, done=begun({S: 3})))
     session.positions.behind[S] = 1
     assert cursor_of(session, {S: 5}, "a") == Cursor(0, epoch=1)
     assert cursor_of(session, {S: 5}, "b") == Cursor(2, epoch=1)
@@ -522,8 +549,7 @@ def resumed(cursor: Cursor, head: int) -> Session:
     """As it comes out of the store: 4 acknowledged, 7..9 as well."""
     session = subscribed("#")
     session.positions.behind[S] = cursor.floor
-    session.positions.acked[S] = {"#": cursor}
-    session.attach({S: head}, now=0.0)
+    session.positions.ahead[S] = cursor.copy()
     return session
 
 
@@ -562,10 +588,10 @@ def test_under_way_and_acked_before_the_log_was_read_again_is_not_sent_again():
 
 
 def test_what_one_subscription_acked_counts_for_that_subscription_only():
-    session = subscribed(Subscription("a", 1, since={S: 2}), Subscription("+", 1))
+    had = CursorMap()
+    had.set(S, Cursor(1, [(3, 3)]))
+    session = subscribed(Subscription("a", 1, done=had), Subscription("+", 1))
     session.positions.behind[S] = 0
-    session.positions.acked[S] = {"a": Cursor(1, [(3, 3)], epoch=1), "+": Cursor(-1, epoch=1)}
-    session.attach({S: 5}, now=0.0)
     block = rows(0, ["a", "b", "a", "a", "b"])
     assert list(session.positions.pick(block, session.window)) == [0, 1, 2, 3, 4]
     session.unsubscribe("+")

@@ -20,6 +20,7 @@ from holdfast.cursors import Cursor
 from holdfast.keys import session_cursor_key
 from holdfast.model import Batch, Stream
 from holdfast.runtime.keeper import Keeper
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.records import SessionRecord, record_of
 from holdfast.sessions.rows import Rows
@@ -125,6 +126,16 @@ class SessionMachine(RuleBasedStateMachine):
         return Rows(stream, list(offsets), Batch([t for t, _ in found], texts, "p", [q for _, q in found]), 0)
 
     @property
+    def to_read(self) -> bool:
+        session = self.session
+        assert session is not None
+        return session.positions.to_read(self.view.newest) and session.subscriptions.wanted is not None
+
+    @property
+    def view(self) -> Heads:
+        return Heads(self.heads, self.sealed)
+
+    @property
     def sealed(self) -> set[Stream]:
         """Finalised, and dispatched to the end."""
         return {s for s in self.heads if s.generation < self.generation and self.heads[s] == len(self.log[s])}
@@ -139,7 +150,6 @@ class SessionMachine(RuleBasedStateMachine):
             session = self.keeper.restore(self.record, dict(self.heads))
         if session is None:
             session = Session("me", 100, epoch=0)
-            session.positions.generation = max(s.generation for s in self.heads)
         session.epoch += 1
         self.session = session
         self.save_record(connected=True)
@@ -147,9 +157,9 @@ class SessionMachine(RuleBasedStateMachine):
             for stream in self.log:
                 self.dispatch(stream)
         if fails:  # gone before it was welcomed
-            session.detach(self.heads, self.sealed)
+            session.detach(self.view)
             return
-        session.attach(self.heads, 0.0)
+        session.attach(self.view, 0.0)
         self.connected, self.last_sent = True, {}
 
     @precondition(lambda self: self.connected)
@@ -157,8 +167,7 @@ class SessionMachine(RuleBasedStateMachine):
     def disconnect(self, saved: bool) -> None:
         assert self.session is not None
         self.connected = False
-        self.session.detach(self.heads, self.sealed)
-        self.session.positions.dirty.update(self.session.positions.behind)
+        self.session.detach(self.view)
         if saved:
             self.flush()
             self.save_record(connected=False)
@@ -202,13 +211,11 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(filter_text=st.sampled_from(FILTERS), qos=st.integers(0, 2))
     def subscribe(self, filter_text: str, qos: int) -> None:
         assert self.session is not None
-        subscription = Subscription(filter_text, qos)
+        subscription, begin = Subscription(filter_text, qos), None
         if filter_text not in self.starts:
-            subscription.since = dict(self.heads)
+            begin = self.view.end()
             self.starts[filter_text] = dict(self.heads)
-            if not self.session.subscriptions:
-                self.session.positions.behind.clear()
-        self.session.subscribe(subscription)
+        self.session.subscribe(subscription, begin, self.view)
         self.save_record(connected=True)
 
     @precondition(lambda self: self.connected and len(self.starts) > 1)
@@ -224,13 +231,18 @@ class SessionMachine(RuleBasedStateMachine):
 
     # -- the data path ------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.connected and self.session.positions.behind and self.session.subscriptions.wanted)
+    @precondition(
+        lambda self: (
+            self.connected and self.session.positions.to_read(self.view.newest) and self.session.subscriptions.wanted
+        )
+    )
     @rule(limit=st.integers(1, 4))
     def read(self, limit: int) -> None:
         session = self.session
         assert session is not None and session.subscriptions.wanted is not None
-        stream = session.positions.next_to_read()
-        assert stream is not None
+        stream = session.positions.next_to_read(self.view, session.window)
+        if stream is None:
+            return
         at, messages = session.positions.behind[stream], self.log[stream]
         found = [o for o in range(at, len(messages)) if session.subscriptions.wanted.matches(messages[o][0])]
         past = found[limit - 1] + 1 if len(found) >= limit else len(messages)
@@ -290,7 +302,7 @@ class SessionMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         assert self.session is not None
         dirty = set(self.session.positions.dirty)
-        self.loop.run_until_complete(self.keeper.flush([self.session], self.heads))
+        self.loop.run_until_complete(self.keeper.flush([self.session], self.view))
         assert not self.session.positions.dirty
         self.flushed = set(self.acked)
         for filter_text in self.starts:
@@ -326,10 +338,8 @@ class SessionMachine(RuleBasedStateMachine):
         assert session is not None
         for stream in self.log:
             self.dispatch(stream)
-        while (
-            session.outgoing.rows or len(session.window) or (session.positions.behind and session.subscriptions.wanted)
-        ):
-            if session.positions.behind and session.subscriptions.wanted:
+        while session.outgoing.rows or len(session.window) or self.to_read:
+            if self.to_read:
                 self.read(limit=3)
             self.send(room=6)
             for packet_id in [i for i, _ in session.window]:

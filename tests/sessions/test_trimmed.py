@@ -10,8 +10,10 @@ from holdfast.cursors.cursor import Cursor
 from holdfast.cursors.cursor_map import DONE, CursorMap
 from holdfast.errors import RequestError
 from holdfast.model import Stream
-from holdfast.sessions.packed import GAPS_MAX, StoredCursors, pack_cursors, unpack_cursors
-from holdfast.sessions.trimmed import KeptGenerations, Policy, Trimmed, trimmed, unreadable
+from holdfast.sessions.heads import KeptGenerations
+from holdfast.sessions.packed import StoredCursors, pack_cursors, unpack_cursors
+from holdfast.sessions.positions import GAPS_MAX
+from holdfast.sessions.trimmed import Policy, Trimmed, trimmed, unreadable
 
 LOG = "messages"
 POLICIES: list[Policy] = ["error", "earliest", "latest"]

@@ -108,6 +108,16 @@ class CursorMap:
     def is_done(self, stream: Stream, offset: int) -> bool:
         return is_done(self.get(stream), offset)
 
+    def nothing_from(self, generation: int) -> bool:
+        """Nothing is done in this and later generations."""
+        return self._begins[-1] <= generation and not self._pasts[-1] and all(g < generation for g in self.streams)
+
+    def first_unfinished(self) -> int:
+        """The oldest generation with a stream that is not done to its end."""
+        found = next((begin for begin, past in self.spans if past != DONE), None)
+        named = [g for g, shards in self.streams.items() if any(p != DONE for p in shards.values())]
+        return min([*named, *([] if found is None else [found])], default=self._begins[-1])
+
     # -- changing ------------------------------------------------------------------------------------------
 
     def set(self, stream: Stream, progress: Progress) -> None:
@@ -164,6 +174,24 @@ class CursorMap:
         self._set_spans([(begin, max(self.default(begin), other.default(begin))) for begin in begins])
         self.streams = streams
 
+    def lower(self, other: CursorMap) -> None:
+        """No stream is further than there; ranges are forgotten."""
+        streams: dict[int, dict[int, Progress]] = {}
+        for generation in self.streams.keys() | other.streams.keys():
+            mine, its = self.streams.get(generation, {}), other.streams.get(generation, {})
+            default, its_default = self.default(generation), other.default(generation)
+            lowest = min(default, its_default)
+            lowered: dict[int, Progress] = {
+                shard: both
+                for shard in mine.keys() | its.keys()
+                if (both := min(past_of(mine.get(shard, default)), past_of(its.get(shard, its_default)))) != lowest
+            }
+            if lowered:
+                streams[generation] = lowered
+        begins = sorted({*self._begins, *other._begins})
+        self._set_spans([(begin, min(self.default(begin), other.default(begin))) for begin in begins])
+        self.streams = streams
+
     def covers(self, other: CursorMap) -> bool:
         """Is everything done here that is done there?"""
         both = self.copy()
@@ -198,3 +226,7 @@ class CursorMap:
     def __repr__(self) -> str:
         spans = ", ".join(f"{begin}..: {'done' if past == DONE else past}" for begin, past in self.spans)
         return f"<{spans}; " + ", ".join(f"{g}.{s}: {p}" for g, s, p in self) + ">"
+
+
+NOTHING_DONE = CursorMap()
+"""Shared by whoever has had nothing. Not to be changed."""

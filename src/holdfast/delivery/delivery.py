@@ -21,9 +21,9 @@ from holdfast.delivery.readers import Fetched, LoanReader, OwnReader, Reader, Re
 from holdfast.machine import Tick
 from holdfast.model import Stream
 from holdfast.mqtt.trie import Trie
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.retained import RetainedMessages, Selection
 from holdfast.sessions.rows import Rows
-from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 
 
@@ -89,8 +89,6 @@ class Detached:
     """The connection is over."""
 
     outlet: Outlet
-    away: bool
-    """The session goes on without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +241,11 @@ class Delivery:
         self._settings = settings
         self.wall_ahead = 0.0
         """The wall clock minus the machine's: what messages expire by. The host keeps it true."""
-        self.heads: dict[Stream, int] = {}
-        self.ended: dict[Stream, int] = {}
-        """Streams that were dropped, and how far they had come: something of them may still wait for a client."""
-        self.sealed: set[Stream] = set()
-        self.lake: dict[Stream, int] = {}
-        """Streams that only the lake still holds, and where they end."""
+        self.heads = Heads()
         self.live: Trie[Outlet] = Trie()
         """Attached sessions by filter: what a commit is matched against."""
-        self.away: Trie[str] = Trie()
-        """Filters of sessions that are away: only to tell publishers that somebody listens."""
+        self.anywhere: Trie[str] = Trie()
+        """Filters of all sessions, away or on whatever node: only to tell publishers that somebody listens."""
         self.shared: Trie[str] = Trie()
         """Filters of the loans that are being read here."""
         self._loans: dict[Stream, dict[str, list[LoanReader]]] = {}
@@ -262,8 +255,6 @@ class Delivery:
         self._early_bytes = 0
         self._left_out: dict[Stream, int] = {}
         """Where those of them end that there was no room for: they are read from the log."""
-        self._oldest_open: int | None = None
-        """The oldest generation that has not been delivered to its end; None: see anew."""
         self._hungry: deque[Reader] = deque()
         """Readers that have room and wait for a free thread."""
         self._fetching = 0
@@ -314,8 +305,8 @@ class Delivery:
         match event:
             case Attached():
                 self._on_attached(outlet)
-            case Detached(away=away):
-                self._on_detached(outlet, away)
+            case Detached():
+                self._on_detached(outlet)
                 return
             case Subscribed(filter=text):
                 self.live.add(text, outlet)
@@ -337,21 +328,16 @@ class Delivery:
 
     def known(self, stream: Stream) -> int | None:
         """How far this stream can be read, in the store or in the lake."""
-        found = self.heads.get(stream)
-        return self.lake.get(stream) if found is None else found
+        return self.heads.known(stream)
 
-    def every_head(self) -> dict[Stream, int]:
-        """All streams that can be read, the lake's included."""
-        return {**self.lake, **self.heads} if self.lake else self.heads
-
-    def ends_for(self, session: Session) -> dict[Stream, int]:
-        """Where a subscription of this session that begins now begins: after all there is, and what waits for it."""
-        left = {stream: end for stream, end in self.ended.items() if session.waits_for(stream)}
-        return {**left, **self.heads}
+    @property
+    def newest(self) -> int:
+        """The newest generation that can be read."""
+        return self.heads.newest
 
     def anyone_for(self, topics: Iterable[str]) -> set[str]:
-        """Which of these topics somebody is subscribed to, connected or away."""
-        tries = [trie for trie in (self.live, self.away, self.shared) if len(trie)]
+        """Which of these topics somebody is subscribed to, connected, elsewhere or away."""
+        tries = [trie for trie in (self.live, self.anywhere, self.shared) if len(trie)]
         return {topic for topic in set(topics) if any(trie.match(topic) for trie in tries)}
 
     def _on_attached(self, outlet: Outlet) -> None:
@@ -359,17 +345,14 @@ class Delivery:
         outlet.own = OwnReader(outlet, self)
         session = outlet.session
         for text in session.subscriptions.filters:
-            self.away.remove(text, session.client_id)
             self.live.add(text, outlet)
         self._consider(outlet.own)
 
-    def _on_detached(self, outlet: Outlet, away: bool) -> None:
+    def _on_detached(self, outlet: Outlet) -> None:
         outlet.attached = False
         session = outlet.session
         for text in session.subscriptions.filters:
             self.live.remove(text, outlet)
-            if away:
-                self.away.add(text, session.client_id)
         for feed in list(outlet.loans):
             self._stop_loan(outlet, feed)
         self._end(outlet.own)
@@ -378,27 +361,21 @@ class Delivery:
     def _on_streams(self, seen: StreamsSeen, now: float, effects: list[DeliveryEffect]) -> None:
         kept = dict.fromkeys(seen.kept)
         for stream in [s for s in self.heads if s not in kept]:
-            self.ended[stream] = self.heads.pop(stream)  # dropped by retention
-            self.sealed.discard(stream)
+            del self.heads[stream]  # dropped by retention
             self._left_out.pop(stream, None)
             for rows in self._early.pop(stream, {}).values():
                 self._early_bytes -= _size(rows)
         for stream in kept:
             self.heads.setdefault(stream, 0)
         # A stream is done with once it has been delivered to its end: whoever says `sealed` has seen to that.
-        self.sealed.update(seen.sealed)
-        self.lake = {stream: end for stream, end in seen.lake.items() if stream not in self.heads}
-        self._oldest_open = None
+        self.heads.seal(seen.sealed)
+        self.heads.set_lake({stream: end for stream, end in seen.lake.items() if stream not in self.heads})
         for stream in [stream for stream in self._early if self._may_go_on(stream)]:
             self._deliver_early(stream, now, effects)
 
     def _may_go_on(self, stream: Stream) -> bool:
         """A publisher's messages keep their order across generations: the older ones are delivered to their ends."""
-        if self._oldest_open is None:
-            self._oldest_open = min(
-                (s.generation for s in self.heads if s not in self.sealed), default=stream.generation
-            )
-        return stream in self.heads and stream.generation <= self._oldest_open
+        return stream in self.heads and stream.generation <= self.heads.oldest_open
 
     # --------------------------------------------------------------------------------------- committing
 

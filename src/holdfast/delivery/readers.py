@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from holdfast.errors import BrokenInvariant
 from holdfast.model import Stream
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.positions import Gap
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.shared import LoanFeed
@@ -92,34 +93,35 @@ def move(reader: Reader, to: ReaderStatus) -> None:
 class OwnReader:
     """The session's own streams, of which one at a time is read: the oldest generation first."""
 
-    __slots__ = ("_heads", "outlet", "request", "status")
+    __slots__ = ("_node", "outlet", "request", "status")
 
-    def __init__(self, outlet: Outlet, heads: Heads):
-        self.outlet, self._heads = outlet, heads
+    def __init__(self, outlet: Outlet, node: Node):
+        self.outlet, self._node = outlet, node
         self.status = ReaderStatus.LIVE
         self.request: Request | None = None
 
     def behind(self) -> bool:
         session = self.outlet.session
-        return bool(session.positions.behind) and len(session.subscriptions) > 0
+        return session.positions.to_read(self._node.newest) and len(session.subscriptions) > 0
 
     def ask(self) -> Request | None:
         session = self.outlet.session
-        stream, wanted = session.positions.next_to_read(), session.subscriptions.wanted
+        wanted = session.subscriptions.wanted
+        stream = session.positions.next_to_read(self._node.heads, session.window) if wanted is not None else None
         if stream is None or wanted is None:
             return None
-        return Request(stream, session.positions.behind[stream], self._heads.known(stream), wanted)
+        return Request(stream, session.positions.behind[stream], self._node.known(stream), wanted)
 
     def take(self, found: Fetched) -> None:
         asked, session = self.request, self.outlet.session
         assert asked is not None
         if session.positions.behind.get(asked.stream) != asked.at or session.subscriptions.wanted is not asked.wanted:
             return  # the session went back, or has other filters now: what was read says nothing about those
-        session.positions.gaps += found.gaps
+        session.positions.note(found.gaps)
         if found.past < 0:
             session.positions.lost(asked.stream)
         else:
-            session.take_read(asked.stream, found.past, found.rows, self._heads.known(asked.stream))
+            session.take_read(asked.stream, found.past, found.rows, self._node.known(asked.stream))
 
     def __repr__(self) -> str:
         return f"<reader of {self.outlet.session.client_id}>"
@@ -128,19 +130,19 @@ class OwnReader:
 class LoanReader:
     """One loan of a shared group."""
 
-    __slots__ = ("_heads", "feed", "outlet", "request", "status")
+    __slots__ = ("_node", "feed", "outlet", "request", "status")
 
-    def __init__(self, outlet: Outlet, feed: LoanFeed, heads: Heads):
-        self.outlet, self.feed, self._heads = outlet, feed, heads
+    def __init__(self, outlet: Outlet, feed: LoanFeed, node: Node):
+        self.outlet, self.feed, self._node = outlet, feed, node
         self.status = ReaderStatus.LIVE
         self.request: Request | None = None
 
     def behind(self) -> bool:
-        return self.feed.next_offset < (self._heads.known(self.feed.stream) or 0)
+        return self.feed.next_offset < (self._node.known(self.feed.stream) or 0)
 
     def ask(self) -> Request | None:
         feed = self.feed
-        return Request(feed.stream, feed.next_offset, self._heads.known(feed.stream), feed.wanted)
+        return Request(feed.stream, feed.next_offset, self._node.known(feed.stream), feed.wanted)
 
     def take(self, found: Fetched) -> None:
         feed, asked = self.feed, self.request
@@ -159,7 +161,12 @@ class LoanReader:
         return f"<reader of {self.feed.loan}>"
 
 
-class Heads(Protocol):
+class Node(Protocol):
     """How far every stream has come on this node."""
+
+    heads: Heads
+
+    @property
+    def newest(self) -> int: ...
 
     def known(self, stream: Stream) -> int | None: ...

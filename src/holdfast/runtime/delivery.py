@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 
@@ -16,13 +16,17 @@ from holdfast.delivery import delivery as dv
 from holdfast.delivery.outlet import Outlet
 from holdfast.delivery.readers import Fetched, Reader, Request
 from holdfast.errors import HoldfastError, UnknownStream
-from holdfast.log import Appended, Chunk, Log
-from holdfast.log import blocks as columns
+from holdfast.groups.shares import is_shared, parse_share
+from holdfast.log import Appended, Log
 from holdfast.log.history import History
 from holdfast.machine import TICK
 from holdfast.model import LOG, Batch, Stream
 from holdfast.mqtt.reasons import Reason
+from holdfast.mqtt.trie import Trie
+from holdfast.runtime.block_rows import rows_of
 from holdfast.runtime.connection import Connection
+from holdfast.runtime.offset_reader import Found, read_offsets
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.positions import Gap
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.rows import Rows
@@ -30,6 +34,8 @@ from holdfast.sessions.rows import Rows
 logger = logging.getLogger("holdfast.delivery")
 
 READ_ROWS = 8192
+REREAD_BYTES = 8 << 20
+"""So much of what is in flight is fetched at a time."""
 READERS = 2
 
 
@@ -58,11 +64,11 @@ class DeliveryHost:
         for head in log.heads(LOG):
             self.machine.heads[head.stream] = head.next_offset
             if head.sealed:
-                self.machine.sealed.add(head.stream)
-        self.machine.lake = self._lake()
+                self.machine.heads.seal([head.stream])
+        self.machine.heads.set_lake(self._lake())
 
     @property
-    def heads(self) -> dict[Stream, int]:
+    def heads(self) -> Heads:
         return self.machine.heads
 
     # -- events ------------------------------------------------------------------------------------------
@@ -79,9 +85,9 @@ class DeliveryHost:
         self._connections[outlet] = connection
         self.handle(dv.Attached(outlet))
 
-    def detach(self, outlet: Outlet, *, away: bool) -> None:
+    def detach(self, outlet: Outlet) -> None:
         if self._connections.pop(outlet, None) is not None:  # one that was never welcome was never attached
-            self.handle(dv.Detached(outlet, away))
+            self.handle(dv.Detached(outlet))
 
     def pass_over(self, outlet: Outlet) -> None:
         self.machine.pass_over(outlet)
@@ -169,6 +175,30 @@ class DeliveryHost:
         logger.warning("%r cannot read: %s", reader, error, exc_info=not isinstance(error, HoldfastError) and error)
         self.handle(dv.FetchFailed(reader))
 
+    async def read_offsets(self, stream: Stream, offsets: Sequence[int]) -> dict[int, Found]:
+        """The messages at these offsets; those that are gone for good are missing."""
+        found: dict[int, Found] = {}
+        left = set(offsets)
+        while left:
+            some, gone = await self._loop.run_in_executor(
+                self._pool, read_offsets, self._log, self.history, stream, sorted(left), REREAD_BYTES
+            )
+            found.update(some)
+            left -= {*some, *gone}
+        return found
+
+    def filters_changed(self, counts: Mapping[str, int], whole: bool) -> None:
+        """How many sessions, of whatever node, subscribe to these filters; `whole`: to no others."""
+        if whole:
+            self.machine.anywhere = Trie()
+        anywhere = self.machine.anywhere
+        for text, count in counts.items():
+            topics = parse_share(text).filter if is_shared(text) else text
+            if count:
+                anywhere.add(topics, text)
+            else:
+                anywhere.remove(topics, text)
+
     # -- what other processes commit -----------------------------------------------------------------------
 
     def hint(self) -> None:
@@ -219,9 +249,9 @@ class DeliveryHost:
         for head in heads:
             await self._catch_up_with(head.stream, head.next_offset)
             # Only now: a stream is done with once it has been delivered to its end; the next generation waits for that.
-            if head.sealed and head.stream not in self.machine.sealed:
+            if head.sealed and head.stream not in self.heads.sealed:
                 changed = True
-                self.handle(dv.StreamsSeen([h.stream for h in heads], [head.stream], self.machine.lake))
+                self.handle(dv.StreamsSeen([h.stream for h in heads], [head.stream], self.heads.lake))
         if changed:
             self.on_streams_changed()
 
@@ -250,26 +280,3 @@ class DeliveryHost:
         if self._timer is not None:
             self._timer.cancel()
         self._pool.shutdown(cancel_futures=True)
-
-
-def rows_of(chunk: Chunk) -> Rows:
-    """A chunk's columns as Python values: what the sending loop works on."""
-    batch = chunk.batch
-    words = batch.column(columns.TOPIC)
-    names = words.dictionary.to_pylist()
-    people = batch.column(columns.PUBLISHER)
-    publishers = people.dictionary.to_pylist()
-    properties = batch.column(columns.PROPERTIES)
-    first = chunk.base + chunk.first
-    return Rows(
-        chunk.stream,
-        range(first, first + batch.num_rows) if chunk.rows is None else chunk.offsets(),
-        Batch(
-            topics=[names[code] for code in words.indices.to_pylist()],
-            payloads=batch.column(columns.PAYLOAD).to_pylist(),
-            publishers=publishers[0] if len(publishers) == 1 else [publishers[c] for c in people.indices.to_pylist()],
-            flags=batch.column(columns.FLAGS).to_pylist(),
-            properties=None if properties.null_count == len(properties) else properties.to_pylist(),
-        ),
-        batch.column(columns.TIME).cast("int64").to_pylist(),
-    )

@@ -17,7 +17,7 @@ from holdfast.groups.record import GroupRecord, expired
 from holdfast.log import Log
 from holdfast.machine import Address
 from holdfast.model import LOG, Start, Stream
-from holdfast.runtime.delivery import rows_of
+from holdfast.runtime.block_rows import rows_of
 from holdfast.runtime.group_store import Gap, GroupOptions, GroupStore
 
 logger = logging.getLogger("holdfast.groups")

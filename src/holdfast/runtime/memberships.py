@@ -368,7 +368,7 @@ class Memberships:
                 self._spawn(self._park(member, loan, offsets, attempts_least=1))
             case fx.Joined(_, group, born):
                 for subscription in member.subscriptions.get(group, {}).values():
-                    subscription.born = born
+                    member.session.subscriptions.note_born(subscription, born)
             case fx.Ended(_, group, deleted):
                 # After a quick unsubscribe and subscribe the next borrower is at work already.
                 if all(borrower.group != group for borrower in member.agent.borrowers.values()):

@@ -15,7 +15,6 @@ from holdfast.errors import HoldfastError
 from holdfast.keys import NODES
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.model import LOG, RETAIN, Stream
-from holdfast.mqtt import packets as p
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.batch_members import PREFIX as BATCH_MEMBERS
 from holdfast.runtime.batch_members import BatchMembers
@@ -299,7 +298,7 @@ class Node:
                 await loop.run_in_executor(None, maintain, self.log, retention, UPKEEP_RESTS)
                 heads = await loop.run_in_executor(None, self.log.heads, LOG)
                 await self.delivery.look_at_lake()
-                dropped = before.keys() - {head.stream for head in heads} - self.delivery.machine.lake.keys()
+                dropped = before.keys() - {head.stream for head in heads} - self.delivery.heads.lake.keys()
                 if dropped:
                     await self.groups.streams_dropped({stream: before[stream] for stream in dropped}, led)
                 await self.group_admin.expire_idle()

@@ -1,4 +1,4 @@
-"""The node's lease: as long as it is renewed, other nodes leave its sessions alone; a key under it says that it is there.
+"""The node's lease: as long as it is renewed, other nodes leave its sessions alone; a key under it says who it is.
 
 It is renewed by a thread of its own, so that nothing slow lets it run out, and only after the store has taken a write:
 a node that can renew but not write (its leases may be elsewhere) would hold sessions it can never hand over.

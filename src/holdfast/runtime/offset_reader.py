@@ -10,7 +10,7 @@ from holdfast.log import Log
 from holdfast.log.contract import Reading
 from holdfast.log.history import History
 from holdfast.model import Stream
-from holdfast.runtime.delivery import rows_of
+from holdfast.runtime.block_rows import rows_of
 from holdfast.sessions.rows import Rows
 
 GAP_MAX = 64

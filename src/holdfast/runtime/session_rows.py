@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, RequestError, StoreUnavailable
 from holdfast.sessions.life import Failed, Found, Written
-from holdfast.sessions.table import RowWrite, SessionRow, SessionTable
+from holdfast.sessions.table import RowWrite, SessionRow, SessionTable, Verdict
 
 logger = logging.getLogger("holdfast.sessions")
 
@@ -109,7 +109,7 @@ class SessionRows:
         writing.add_done_callback(lambda done: self._was_written(some, done))
 
     def _was_written(
-        self, asked: list[tuple[RowWrite, Callable[[Written | Failed], None]]], done: asyncio.Future
+        self, asked: list[tuple[RowWrite, Callable[[Written | Failed], None]]], done: asyncio.Future[list[Verdict]]
     ) -> None:
         if done.cancelled():
             return
@@ -124,11 +124,6 @@ class SessionRows:
             for _, answer in asked:
                 answer(Failed(in_doubt=not certain))
         self._write()
-
-    async def drained(self) -> None:
-        """Everything that was to be written has its answer."""
-        while self._writing:
-            await asyncio.sleep(0.005)
 
     def close(self) -> None:
         self._closed = True

@@ -11,14 +11,15 @@ session that is away has nothing here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from holdfast.errors import HoldfastError, PeerError, RequestError
 from holdfast.groups.protocol.nouns import GroupId
@@ -35,6 +36,7 @@ from holdfast.runtime.session_rows import SessionRows
 from holdfast.sessions import life
 from holdfast.sessions.changes import Content
 from holdfast.sessions.clock import StoreClock
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.life import LifeSettings, SessionLife, SessionNode, State, answer_unheld
 from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.positions import StreamOrigin
@@ -43,7 +45,8 @@ from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.stored import content_of, filters_of, restore
 from holdfast.sessions.subscriptions import Subscription
-from holdfast.sessions.table import SessionRow, StoredWill
+from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
+from holdfast.sessions.trimmed import Policy
 from holdfast.sessions.window import RELEASED, Delivery
 from holdfast.settings import SessionSettings
 
@@ -118,6 +121,7 @@ class Sessions:
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
     ):
         self._settings, self._sessions_max = settings, sessions_max
+        self._policy = cast("Policy", settings.on_trimmed)
         self._rows, self._delivery = rows, delivery
         self._groups, self._groups_enabled = groups, groups_enabled
         self._notices, self._spawn = notices, spawn
@@ -133,9 +137,12 @@ class Sessions:
         self._timer: asyncio.TimerHandle | None = None
         self._lapse: asyncio.TimerHandle | None = None
         self._numbers = 0
+        self._copied: Mapping[Stream, int] = {}
+        self._copied_until = 0.0
         self.stored = 0
         """Sessions in the store, as of the last look."""
         self.closing = False
+        self._empty = asyncio.Event()
 
     def __len__(self) -> int:
         return max(self.stored, len(self.connections))
@@ -260,7 +267,7 @@ class Sessions:
     def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
         match effect:
             case life.WriteRow(write):
-                self._rows.write(write, lambda answer: self._give(client_id, answer))
+                self._rows.write(write, lambda answer: self._written(client_id, write, answer))
             case life.ReadRow(number):
                 self._rows.read(client_id, number, lambda found: self._give(client_id, found))
             case life.Welcome():
@@ -285,6 +292,14 @@ class Sessions:
             case life.Forget():
                 if self._live.get(client_id) is live and live.machine.state is State.NONE:
                     del self._live[client_id]
+                    if not self._live:
+                        self._empty.set()
+
+    def _written(self, client_id: str, write: RowWrite, answer: life.Written | life.Failed) -> None:
+        if isinstance(answer, life.Written) and answer.verdict.accepted and write.subscribed:
+            # The sweep brings the counts of all nodes; whoever publishes here now is to know at once.
+            self._delivery.filters_changed(dict.fromkeys(write.subscribed, 1), whole=False)
+        self._give(client_id, answer)
 
     def deliver(self, client_id: str, message: Any) -> None:
         """From another node."""
@@ -299,8 +314,7 @@ class Sessions:
         session, row = live.session, live.machine.row
         if session is None or live.claim is None:
             return Content() if row is None else Content(row.subscriptions, row.cursors, row.packets)
-        machine = self._delivery.machine
-        return content_of(session, machine.every_head(), machine.sealed, live.claim.token if leaving else "")
+        return content_of(session, self._delivery.heads, live.claim.token if leaving else "")
 
     # -- a client comes ------------------------------------------------------------------------------------
 
@@ -328,7 +342,12 @@ class Sessions:
             connection.close(Reason.SERVER_BUSY)
         if connection.session is not session or connection.outlet is None:
             return
-        session.attach(self._delivery.machine.every_head(), time.time())
+        decision = session.attach(self._delivery.heads, time.time(), self._policy)
+        if decision.refuse:
+            connection.close(Reason.IMPLEMENTATION_SPECIFIC_ERROR)
+            return
+        if decision.gaps:
+            self._give(client_id, life.Moved())
         self._delivery.attach(connection.outlet, connection)
         self._notices.emit(Resumed(client_id, present))
         if self._groups_enabled:
@@ -352,25 +371,31 @@ class Sessions:
         live.session, live.claim = session, claim
         self.connections[claim.client_id] = claim.connection
         claim.welcomed(session, welcome.session_present)
-        claim.answer.set_result(welcome.session_present)
+        if not claim.answer.done():
+            claim.answer.set_result(welcome.session_present)
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
-        machine = self._delivery.machine
+        """PeerError: it cannot be had as things are."""
+        heads = self._delivery.heads
         try:
-            session, gaps, refused = restore(
-                row, previous, machine.every_head(), machine.kept, self._settings.on_trimmed, time.time()
-            )
+            session = restore(row, previous, self._sent_before(heads) if previous else {})
         except RequestError as error:
             logger.error("%s", error)
             raise PeerError(str(error), Reason.IMPLEMENTATION_SPECIFIC_ERROR) from error
-        for gap in gaps:
+        decision = session.loss(heads, time.time(), self._policy)
+        for gap in decision.gaps:
             logger.warning("%s: %s from offset %d on is gone: %s", row.client_id, gap.stream, gap.first, gap.reason)
-        if refused:
+        if decision.refuse:
             raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
         session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
-        if gaps:
-            self._events.append((row.client_id, life.Moved()))
         return session
+
+    def _sent_before(self, heads: Heads) -> Mapping[Stream, int]:
+        """How far streams had come. One copy for all that come within a second: an earlier owner is gone longer."""
+        now = time.monotonic()
+        if now >= self._copied_until:
+            self._copied, self._copied_until = heads.every().copy(), now + 1.0
+        return self._copied
 
     async def _send_again(self, connection: Connection, session: Session) -> None:
         """What was sent and not acknowledged goes out again, in the order it was sent, before anything new."""
@@ -464,9 +489,8 @@ class Sessions:
 
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""
-        shared = session.subscriptions.shared
-        for filter_text in [text for text in shared if parse_share(text) == group]:
-            del shared[filter_text]
+        for filter_text in [text for text in session.subscriptions.shared if parse_share(text) == group]:
+            session.subscriptions.unshare(filter_text)
         connection.close(Reason.ADMINISTRATIVE_ACTION)
 
     # -- the node stops ------------------------------------------------------------------------------------
@@ -474,14 +498,15 @@ class Sessions:
     def stop(self, reason: int = Reason.SERVER_SHUTTING_DOWN) -> None:
         """Clients are told; what is not saved is saved."""
         self.closing = True
+        self._empty.clear()
         for client_id in list(self._live):
             self._give(client_id, life.Stop(reason))
 
     async def stopped(self, seconds: float) -> bool:
         """Every session has been let go, or there is no more time."""
-        give_up = time.monotonic() + seconds
-        while self._live and time.monotonic() < give_up:
-            await asyncio.sleep(0.01)
+        if self._live:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), seconds)
         return not self._live
 
     def close(self) -> None:

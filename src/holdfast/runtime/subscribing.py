@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from holdfast.auth.authenticator import Authenticator
+from holdfast.cursors.cursor_map import CursorMap
 from holdfast.delivery.delivery import RetainedOwed, Subscribed, Unsubscribed
 from holdfast.errors import RequestError
 from holdfast.groups.protocol.nouns import GroupId, Key, check_key
@@ -42,9 +43,6 @@ RECORD_BYTES_MAX = 900_000
 
 Answer = tuple[bytes, Callable[[], None]]
 """A SUBACK or UNSUBACK, and what follows it."""
-
-_Lake = dict[Stream, tuple[int, int]]
-"""By stream: where to start, and where it ends."""
 
 
 class Groups(Protocol):
@@ -179,7 +177,7 @@ class Subscribing:
         """A session's record is one value in the metadata store, which bounds values."""
         subscriptions = session.subscriptions
         names = sum(len(text) for text in (*subscriptions.filters, *subscriptions.shared, filter_text))
-        return 4 * names + 40 * len(self._delivery.heads) * (len(subscriptions) + 1) < RECORD_BYTES_MAX
+        return 4 * names + 200 * (len(subscriptions) + len(subscriptions.shared) + 1) < RECORD_BYTES_MAX
 
     async def _add_share(
         self,
@@ -203,7 +201,7 @@ class Subscribing:
             born=record.born,
         )
         if connection.session is session:
-            session.subscriptions.shared[request.filter] = subscription
+            session.subscriptions.share(subscription)
             await self._groups.join(connection, session, group, subscription)
 
     async def _add_subscription(
@@ -224,63 +222,46 @@ class Subscribing:
             packet.subscription_identifier,
         )
         known = request.filter in session.subscriptions
+        begin: CursorMap | None = None
         if not known or start is not None:
             asked = start or Next()
             if isinstance(asked, Next):
-                subscription.since = self._delivery.machine.ends_for(session)
-                if not len(session.subscriptions):
-                    session.positions.behind.clear()
+                begin = self._delivery.heads.end()
+            elif isinstance(asked, Beginning):
+                await self._delivery.look_at_lake()
+                begin = self._delivery.heads.beginning()
             else:
-                found = await self._find(asked, subscription)
-                if connection.session is not session:
-                    return False
-                self._start_earlier(session, subscription, asked, found)
-        new = session.subscribe(subscription)
-        if connection.outlet is not None:
+                starts = await self._find(asked, subscription)
+                ends = self._delivery.heads.every()
+                begin = self._delivery.heads.starting_at({s: starts.get(s, end) for s, end in ends.items()})
+            if connection.session is not session:
+                return False
+        new = session.subscribe(subscription, begin, self._delivery.heads)
+        if connection.session is session and connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
-    async def _find(self, start: Start, subscription: Subscription) -> tuple[dict[Stream, int], _Lake]:
+    async def _find(self, start: Start, subscription: Subscription) -> dict[Stream, int]:
         """Where a start lies in the store's streams and in those that only the lake still holds."""
         loop = asyncio.get_running_loop()
         await self._delivery.look_at_lake()
         asked = await loop.run_in_executor(None, self._log.positions, LOG, start, subscription.matcher)
-        in_lake = await loop.run_in_executor(None, self._in_lake, start, dict(self._delivery.machine.lake))
-        return asked, in_lake
+        in_lake = await loop.run_in_executor(None, self._in_lake, start, dict(self._delivery.heads.lake))
+        return {**in_lake, **asked}
 
-    def _start_earlier(
-        self, session: Session, subscription: Subscription, start: Start, found: tuple[dict[Stream, int], _Lake]
-    ) -> None:
-        """Begin in the past: the session goes back, and its other subscriptions let what they had pass."""
-        asked, in_lake = found
-        heads = self._delivery.heads
-        for stream, head in heads.items():
-            at = asked.get(stream, head if not isinstance(start, Beginning) else 0)
-            subscription.since[stream] = at
-            session.go_back(stream, at, heads, subscription.filter)
-        for stream, (at, end) in in_lake.items():
-            subscription.since[stream] = at
-            if at < end:
-                for other in session.subscriptions:
-                    if other.filter != subscription.filter:
-                        other.since.setdefault(stream, end)
-                session.positions.behind[stream] = at
-
-    def _in_lake(self, start: Start, lake: dict[Stream, int]) -> _Lake:
-        """Where a start lies in the streams that only the lake still holds, and where those end (on a thread)."""
+    def _in_lake(self, start: Start, lake: dict[Stream, int]) -> dict[Stream, int]:
+        """Where a start lies in the streams that only the lake still holds (on a thread)."""
         history = self._delivery.history
         found = {}
         for stream, end in lake.items():
             match start:
-                case Beginning():
-                    at = 0
                 case Since():
                     at = history.offset_at(history.head(stream), start.micros)
                 case At():
                     at = min(start.offsets.get(stream, end if start.every is None else start.every), end)
                 case _:
                     at = end
-            found[stream] = (at, end)
+            found[stream] = at
         return found
 
     async def unsubscribe(self, connection: Connection, packet: p.Unsubscribe) -> Answer:
@@ -293,7 +274,7 @@ class Subscribing:
                 reasons.append(0x00 if handler.unsubscribe(connection, filter_text) else 0x11)
                 continue
             if is_shared(filter_text):
-                found = session.subscriptions.shared.pop(filter_text, None)
+                found = session.subscriptions.unshare(filter_text)
                 if found is not None:
                     self._groups.unsubscribe(connection, parse_share(filter_text), filter_text)
             else:

@@ -1,8 +1,8 @@
 """What a node does now and then about all sessions of the store, its own and nobody's.
 
-    every 0.5 s     rows that are due: sessions end, wills are published
-    every 1 s       rows of nodes that are gone; the store's clock; who is subscribed to what, anywhere
-    every 60 s      rows that name this node and that it does not hold; deletions that are old enough
+every 0.5 s     rows that are due: sessions end, wills are published
+every 1 s       rows of nodes that are gone; the store's clock; who is subscribed to what, anywhere
+every 60 s      rows that name this node and that it does not hold; deletions that are old enough
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class Sweep:
         store_time = await self._call(self._table.now)
         assert isinstance(store_time, float)
         self._clock.heard(store_time, asked_at, time.monotonic())
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._table.filters_since, self._version
-        )
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, self._table.filters_since, self._version)
         self._version = found.version
         if found.counts or found.whole:
             self._filters(found.counts, found.whole)
@@ -121,9 +119,7 @@ class Sweep:
                 rows = await loop.run_in_executor(self._pool, self._table.of_lease, lease, "", SWEEP_ROWS)
                 if not rows:
                     break
-                await self._write(
-                    orphan_writes(rows, self._time(), self._settings.grace_secs, self._node.filters_of)
-                )
+                await self._write(orphan_writes(rows, self._time(), self._settings.grace_secs, self._node.filters_of))
 
     async def _sweep_unheld(self) -> None:
         lease, loop, after = self._node.lease, asyncio.get_running_loop(), ""

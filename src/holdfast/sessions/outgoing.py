@@ -84,12 +84,14 @@ class Outgoing:
         self.rows += len(picks)
         self.bytes += len(picks) * rows.weight
 
-    def first_of(self, stream: Stream) -> int | None:
-        """The first offset of the session's own messages of this stream that waits."""
+    def firsts(self) -> dict[Stream, int]:
+        """By stream: the first offset of the session's own messages that waits."""
+        found: dict[Stream, int] = {}
         for waiting in self._queue:
-            if waiting.feed is None and waiting.rows.stream == stream and waiting.at < len(waiting.picks):
-                return int(waiting.rows.offsets[waiting.picks[waiting.at]])
-        return None
+            stream = waiting.rows.stream
+            if waiting.feed is None and stream is not None and stream not in found and waiting.at < len(waiting.picks):
+                found[stream] = int(waiting.rows.offsets[waiting.picks[waiting.at]])
+        return found
 
     def keep(self, wanted: Callable[[Rows, int], bool]) -> None:
         """Let go of the session's own rows that are not wanted."""

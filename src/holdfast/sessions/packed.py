@@ -27,13 +27,10 @@ from holdfast.cursors.cursor import Cursor
 from holdfast.cursors.cursor_map import DONE, CursorMap, Progress, past_of, to_cursor, union
 from holdfast.errors import RequestError
 from holdfast.model import Stream
-from holdfast.sessions.positions import Gap
+from holdfast.sessions.positions import GAPS_MAX, Gap
 from holdfast.sessions.window import PACKET_ID_MAX, RELEASED
 
 VERSION = 1
-GAPS_MAX = 100
-"""How many records of what was skipped are kept: the newest."""
-
 NUMBER_MAX = 1 << 40
 """Generations, shards and subscription numbers are below: larger ones are damage."""
 
@@ -92,7 +89,7 @@ class StoredCursors:
     session: CursorMap = field(default_factory=CursorMap)
     """Done for every subscription."""
     own: dict[int, CursorMap] = field(default_factory=dict)
-    """By subscription number: done for this one besides."""
+    """By subscription number: done for this one besides. Several may share one map."""
     gaps: list[Gap] = field(default_factory=list)
     """Records of what was skipped, the oldest first."""
 
@@ -105,6 +102,11 @@ class StoredCursors:
         """The same as a cursor, for stores that keep one for each subscription and stream."""
         return to_cursor(self.get(number, stream))
 
+    def copy(self) -> StoredCursors:
+        copies = {id(own): own.copy() for own in self.own.values()}
+        own = {number: copies[id(own)] for number, own in self.own.items()}
+        return StoredCursors(self.session.copy(), own, list(self.gaps))
+
     def note(self, gaps: Iterable[Gap]) -> list[Gap]:
         """Keep a record of these; those that are new."""
         known = {(gap.stream, gap.first) for gap in self.gaps}
@@ -115,7 +117,8 @@ class StoredCursors:
 
 class _CursorsBody(msgspec.Struct, array_like=True):
     session: Ints
-    own: dict[int, Ints]
+    own: list[tuple[Ints, list[int]]]
+    """Maps, and the numbers they are said of: each as the difference from the one before."""
     gaps: list[tuple[str, int, int | None, str, float]]
 
 
@@ -124,7 +127,7 @@ def pack_cursors(cursors: StoredCursors) -> bytes:
         b"c",
         (
             _map_to_ints(cursors.session),
-            {number: _map_to_ints(own) for number, own in cursors.own.items() if not own.nothing},
+            _own_to_ints(cursors.own) if cursors.own else (),
             [(g.stream, g.first, g.past, g.reason, g.at) for g in cursors.gaps[-GAPS_MAX:]],
         ),
     )
@@ -138,11 +141,38 @@ def unpack_cursors(data: bytes, client_id: str) -> StoredCursors:
     try:
         return StoredCursors(
             _map_from_ints(body.session),
-            {number: _map_from_ints(ints) for number, ints in body.own.items()},
+            _own_from_ints(body.own),
             [Gap(*gap) for gap in body.gaps],
         )
     except ValueError as error:
         raise _damaged("cursors", client_id, str(error)) from None
+
+
+def _own_to_ints(own: dict[int, CursorMap]) -> list[tuple[Ints, list[int]]]:
+    """Filters that were subscribed to together have the same to say, however many they are."""
+    found: dict[int, tuple[Ints, list[int]]] = {}
+    last: dict[int, int] = {}
+    for number in sorted(own):
+        each = own[number]
+        if not each.nothing:
+            key = id(each)
+            if key not in found:
+                found[key] = (_map_to_ints(each), [])
+            found[key][1].append(number - last.get(key, 0))
+            last[key] = number
+    return list(found.values())
+
+
+def _own_from_ints(stored: list[tuple[Ints, list[int]]]) -> dict[int, CursorMap]:
+    found: dict[int, CursorMap] = {}
+    for ints, steps in stored:
+        own, number = _map_from_ints(ints), 0
+        for step in steps:
+            number += step
+            if not 0 < step < NUMBER_MAX or number in found:
+                raise ValueError(f"{step} does not lead to a subscription's number")
+            found[number] = own
+    return found
 
 
 def _map_to_ints(cursors: CursorMap) -> Ints:
@@ -316,18 +346,21 @@ class StoredPackets:
     flights: list[Flight] = field(default_factory=list)
     last_id: int = 0
     """The packet id that was given last."""
+    left: str = ""
+    """The connection after which this was the last word. Empty: more may have been sent since."""
 
 
 class _PacketsBody(msgspec.Struct, array_like=True):
     last_id: int
     runs: list[int]
+    left: str
 
 
 def pack_packets(packets: StoredPackets) -> bytes:
     """Nothing in flight and no id given yet: nothing."""
-    if not packets.flights and not packets.last_id:
+    if not packets.flights and not packets.last_id and not packets.left:
         return b""
-    return _framed(b"p", (packets.last_id, _flights_to_ints(packets.flights)))
+    return _framed(b"p", (packets.last_id, _flights_to_ints(packets.flights), packets.left))
 
 
 def unpack_packets(data: bytes, client_id: str, log: str) -> StoredPackets:
@@ -341,7 +374,7 @@ def unpack_packets(data: bytes, client_id: str, log: str) -> StoredPackets:
         raise _damaged("packets in flight", client_id, str(error)) from None
     if not 0 <= body.last_id <= PACKET_ID_MAX or len({f.packet_id for f in flights}) < len(flights):
         raise _damaged("packets in flight", client_id, "a packet id is given twice, or is none")
-    return StoredPackets(flights, body.last_id)
+    return StoredPackets(flights, body.last_id, body.left)
 
 
 def _flights_to_ints(flights: Sequence[Flight]) -> list[int]:

@@ -1,22 +1,29 @@
 """Where one session stands in each stream, and how far it can say it has come.
 
-A stream is either *live* for the session (whatever is committed next is offered to it at once) or *behind* (it is read
-from the log, from an offset known here). The surprising rule: a live stream has no position of its own. Its position
-is wherever the node has come, so that ten thousand up-to-date subscribers cost nothing while others publish.
+A stream is *live* for the session (whatever is committed next is offered to it at once), *behind* (it is read from the
+log, from an offset known here), or *unread*: of a generation that is not looked at before the older ones are read. The
+surprising rule: a live stream has no position of its own. Its position is wherever the node has come, so that ten
+thousand up-to-date subscribers cost nothing while others publish, and a new generation costs them nothing either.
 
-Cursors are computed, not kept: what is in flight and where the session stands say what is acknowledged.
+`done` is what is done for every subscription, as it was when it was last asked for: a default per generation, and the
+exceptions. It is computed from where the session stands and what is in flight; for unread streams it is the truth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.cursors.cursor import Cursor
+from holdfast.cursors.cursor_map import DONE, NOTHING_DONE, CursorMap, Progress, past_of, to_cursor
 from holdfast.model import Stream
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.subscriptions import SubscriptionTable
-from holdfast.sessions.window import Delivery, Window
+from holdfast.sessions.window import RELEASED, Delivery, Window
+
+GAPS_MAX = 100
+"""How many records of what was skipped are kept: the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +49,52 @@ class StreamOrigin:
 
     def settle(self, delivery: Delivery, reason: int) -> None:
         positions = self._positions
-        positions.dirty.add(self.stream)
-        if positions.behind or positions.skipped:
+        positions.move(self.stream)
+        if positions.behind or positions.skipped or positions.unread_from is not None:
             positions.handled(self.stream, delivery.offset)
 
     def passed(self, offset: int) -> None:
-        self._positions.dirty.add(self.stream)
+        self._positions.move(self.stream)
 
 
 class Positions:
-    """Streams that are behind, what was acknowledged ahead of them, and what is to be saved."""
+    """Streams that are not live, what was acknowledged ahead of them, and what is to be saved."""
+
+    __slots__ = (
+        "_done_below",
+        "_origins",
+        "_subscriptions",
+        "ahead",
+        "behind",
+        "dirty",
+        "done",
+        "dup_below",
+        "gaps",
+        "on_moved",
+        "skipped",
+        "unread_from",
+    )
 
     def __init__(self, subscriptions: SubscriptionTable):
         self._subscriptions = subscriptions
         self.behind: dict[Stream, int] = {}
-        """Streams that are not live, and where to read on."""
-        self.acked: dict[Stream, dict[str, Cursor]] = {}
-        """What was acknowledged above `behind`, by filter, after a resume from the store: not to be sent again."""
+        """Streams that are read from the log, and where to read on."""
+        self.unread_from: int | None = None
+        """Streams of this and later generations are unread: `done` says where to begin. None: there are none."""
+        self.ahead: dict[Stream, Cursor] = {}
+        """What was acknowledged above `behind`, for every subscription: not to be sent again."""
         self.skipped: dict[Stream, set[int]] = {}
         """What was under way when it was read, and so not queued once more, though what lies before it may wait."""
-        self.dup_below: dict[Stream, int] = {}
-        """Messages below may have been sent before a crash: they go out marked as duplicates."""
+        self.on_moved: Callable[[], None] = _nothing
+        """Called when there is something to be saved, and was not before."""
+        self.dup_below: Mapping[Stream, int] = {}
+        """Messages below may have been sent before a crash: they go out marked as duplicates. May be shared."""
+        self.done = CursorMap()
         self.dirty: set[Stream] = set()
+        """Streams that moved since `done` was last stored."""
         self.gaps: list[Gap] = []
-        self.generation = 0
-        """The newest generation this session knew when its client went."""
+        self._done_below = 0
+        """Up to which generation `done` was last said to be done as a whole."""
         self._origins: dict[Stream, StreamOrigin] = {}
 
     def take_dirty(self) -> set[Stream]:
@@ -74,17 +102,62 @@ class Positions:
         dirty, self.dirty = self.dirty, set()
         return dirty
 
+    def move(self, stream: Stream) -> None:
+        """Something of it is to be saved."""
+        if not self.dirty:
+            self.on_moved()
+        self.dirty.add(stream)
+
     def origin(self, stream: Stream) -> StreamOrigin:
         found = self._origins.get(stream)
         if found is None:
             found = self._origins[stream] = StreamOrigin(self, stream)
         return found
 
+    def note(self, gaps: Iterable[Gap]) -> None:
+        """Keep a record of these."""
+        self.gaps = [*self.gaps, *gaps][-GAPS_MAX:]
+
     # -- reading -------------------------------------------------------------------------------------------
 
-    def next_to_read(self) -> Stream | None:
+    def is_unread(self, stream: Stream) -> bool:
+        return self.unread_from is not None and stream.generation >= self.unread_from
+
+    def to_read(self, newest: int) -> bool:
+        """Is there something to read, up to this generation?"""
+        return bool(self.behind) or (self.unread_from is not None and self.unread_from <= newest)
+
+    def next_to_read(self, heads: Heads, window: Window) -> Stream | None:
         """The stream to read from the log next: of the oldest generation that is behind, the first."""
+        self.open(heads, window)
         return min(self.behind, key=lambda s: (s.generation, s.shard), default=None)
+
+    def open(self, heads: Heads, window: Window) -> None:
+        """Look at unread generations, one after the other, until there is something to read."""
+        while not self.behind and self.unread_from is not None:
+            generation = self.unread_from
+            if generation > heads.newest:
+                if self.done.nothing_from(generation):
+                    self.unread_from = None  # whatever comes is offered
+                return
+            self.unread_from = generation + 1
+            if generation in self.done.streams or self.done.default(generation) != DONE:
+                flying = _open_offsets(window)
+                for stream in heads.of_generation(generation):
+                    self._open_stream(stream, heads.known(stream) or 0, flying.get(stream, ()))
+
+    def _open_stream(self, stream: Stream, head: int, flying: Sequence[int]) -> None:
+        progress: Progress = self.done.get(stream)
+        at = past_of(progress)
+        if flying:
+            sent = to_cursor(progress)
+            for offset in flying:
+                sent.ack(offset)
+            at = sent.floor
+        if at < head:
+            self.behind[stream] = at
+            if isinstance(progress, Cursor) and progress.top >= at:
+                self.ahead[stream] = progress.copy()
 
     def waits_for_older(self, stream: Stream) -> bool:
         """A publisher's messages keep their order across generations: the older is read to its end first."""
@@ -95,18 +168,13 @@ class Positions:
 
     def read_to(self, stream: Stream, past: int) -> None:
         self.behind[stream] = past
-        self.dirty.add(stream)
-
-    def forget_acked(self, stream: Stream, wanted: str) -> None:
-        """What this filter had acknowledged is wanted once more."""
-        if (cursors := self.acked.get(stream)) is not None:
-            cursors.pop(wanted, None)
-            if not cursors:
-                del self.acked[stream]
+        self.move(stream)
 
     def lost(self, stream: Stream) -> None:
         """It is gone, and nothing more can be read of it."""
         self.behind.pop(stream, None)
+        self.ahead.pop(stream, None)
+        self.done.set(stream, DONE)
 
     def caught_up(self, stream: Stream, head: int) -> int | None:
         """If the log was read as far as the node has come, the stream is live again: how far beyond that it went."""
@@ -122,97 +190,135 @@ class Positions:
         assert stream is not None
         if not offsets:
             return ()
-        cursors = self.acked.get(stream)
-        if cursors and offsets[0] > max(cursor.top for cursor in cursors.values()):
-            cursors = None
+        ahead = self.ahead.get(stream)
+        if ahead is not None and offsets[0] > ahead.top:
+            ahead = None
         flying = set(window.offsets_of(self.origin(stream))) if len(window) else set()
-        if not cursors and not flying and only is not None and offsets[0] >= only.since.get(stream, 0):
-            return range(len(rows.topics))
-        picks = []
-        for at, offset in enumerate(offsets):
-            if offset in flying:
-                self.skipped.setdefault(stream, set()).add(offset)
-                continue
-            meant = self._subscriptions.meaning_at(rows.topics[at], stream, offset)
-            if cursors:
-                meant = tuple(s for s in meant if s.filter not in cursors or not cursors[s.filter].is_acked(offset))
-            if meant:
-                picks.append(at)
-        return picks
+        if ahead is None and not flying and only is not None:
+            had = only.done.get(stream)
+            if isinstance(had, int) and offsets[0] >= had:
+                return range(len(rows.topics))
+        if flying and (under_way := flying.intersection(offsets)):
+            self.skipped.setdefault(stream, set()).update(under_way)
+        meaning = self._subscriptions.meaning_at
+        return [
+            at
+            for at, offset in enumerate(offsets)
+            if offset not in flying
+            and not (ahead is not None and ahead.is_acked(offset))
+            and meaning(rows.topics[at], stream, offset)
+        ]
 
     def handled(self, stream: Stream, offset: int) -> None:
         """Acknowledged; should it come once more when the log is read, as after a resume, it is not sent again."""
-        if offset >= self.behind.get(stream, offset + 1) or offset in self.skipped.get(stream, ()):
-            cursors = self.acked.setdefault(stream, {})
-            for subscription in self._subscriptions:
-                cursors.setdefault(subscription.filter, Cursor()).ack(offset)
+        if self.is_unread(stream):
+            self.done.add(stream, Cursor(-1, [(offset, offset)]))
+        elif offset >= self.behind.get(stream, offset + 1) or offset in self.skipped.get(stream, ()):
+            self.ahead.setdefault(stream, Cursor()).ack(offset)
 
-    # -- the client goes and comes back --------------------------------------------------------------------
+    # -- how far it has come ---------------------------------------------------------------------------------
 
-    def detach(self, positions: Mapping[Stream, int], heads: Mapping[Stream, int], sealed: Collection[Stream]) -> None:
-        """Every stream has a position again.
+    def stand(self, stream: Stream, heads: Heads, attached: bool) -> int:
+        """The first offset that has not been taken from the log."""
+        found = self.behind.get(stream)
+        if found is not None:
+            return found
+        if not attached or self.is_unread(stream):
+            return self.done.past(stream)
+        return heads.known(stream) or 0
 
-        A finalised stream that was read to its end is done with, and leaves nothing behind.
+    def bring_up(
+        self,
+        streams: Iterable[Stream],
+        heads: Heads,
+        window: Window,
+        waiting: Callable[[], dict[Stream, int]],
+    ) -> bool:
+        """Let `done` be true of these streams; of all others it says no more than is true.
+
+        `waiting`: the first offset that waits to be sent, by stream. Whether generations were done with.
         """
+        limit = heads.oldest_open if self.unread_from is None else min(heads.oldest_open, self.unread_from)
+        flying, first_waiting = _open_offsets(window), waiting()
+        wanted = dict.fromkeys(streams)
+        further = limit > self._done_below
+        if further:
+            # Whoever is not behind in a finalised stream, and has nothing of it on the way, has had all of it.
+            self.done.fill(self._done_below, limit, DONE)
+            self._done_below = limit
+            wanted.update(dict.fromkeys(s for s in (*self.behind, *flying, *first_waiting) if s.generation < limit))
+            kept = {stream for stream in self._origins if stream.generation >= limit or stream in flying}
+            self._origins = {stream: origin for stream, origin in self._origins.items() if stream in kept}
+        for stream in wanted:
+            if self.is_unread(stream):
+                continue
+            if (head := heads.known(stream)) is not None:
+                self._bring_up(stream, head, flying.get(stream, ()), first_waiting.get(stream))
+            elif stream in self.behind:
+                self.done.set(stream, self.behind[stream])  # dropped: whoever comes to read it will see
+        return further
+
+    def _bring_up(self, stream: Stream, head: int, flying: Sequence[int], waiting: int | None) -> None:
+        past = self.behind.get(stream, head)
+        if waiting is not None and waiting < past:
+            past = waiting
+        ahead = self.ahead.get(stream)
+        if ahead is not None and past > ahead.top:
+            del self.ahead[stream]  # from here on the position says it
+            ahead = None
+        if stream.generation < self._done_below and past >= head and not flying:
+            self.done.set(stream, DONE)
+        elif not flying and ahead is None:
+            self.done.set(stream, past)
+        else:
+            cursor, first = Cursor() if ahead is None else ahead.copy(), 0
+            for offset in sorted(flying):
+                if first < offset < past:
+                    cursor.ack_range(first, offset - 1)
+                if offset < past:
+                    first = offset + 1
+            if first < past:
+                cursor.ack_range(first, past - 1)
+            self.done.set(stream, cursor)
+
+    def drop_covered(self) -> None:
+        """What is done for every subscription need not be said of each."""
+        seen: dict[int, CursorMap] = {id(NOTHING_DONE): NOTHING_DONE}
+        for subscription in self._subscriptions:
+            had = subscription.done
+            if id(had) not in seen:
+                seen[id(had)] = NOTHING_DONE if self.done.covers(had) else had
+            subscription.done = seen[id(had)]
+
+    # -- beginning, and beginning anew -------------------------------------------------------------------------
+
+    def restart(self, done: CursorMap, heads: Heads, window: Window) -> None:
+        """Read on from there, whatever was."""
+        self.done = done
+        self._done_below = 0
+        self.behind.clear()
+        self.ahead.clear()
         self.skipped.clear()
-        self.generation = newest = max((s.generation for s in heads), default=0)
-        self.behind = {
-            stream: at
-            for stream, at in positions.items()
-            if stream.generation == newest or not (stream in sealed and at >= heads.get(stream, 0))
-        }
+        self.unread_from = done.first_unfinished()
+        self.open(heads, window)
 
-    def attach(self, heads: Mapping[Stream, int], now: float, *, was_away: bool) -> list[Gap]:
-        """Streams with nothing new are live again, those that came meanwhile are behind; what was dropped is a gap."""
-        known = set(self.behind)
-        oldest = min((s.generation for s in heads), default=0)
-        gaps = []
-        for stream, at in list(self.behind.items()):
-            if stream not in heads:
-                del self.behind[stream]
-                self.acked.pop(stream, None)
-                if stream.generation < oldest:
-                    gaps.append(Gap(str(stream), at, None, "dropped by retention", now))
-            elif at >= heads[stream]:
-                del self.behind[stream]
-        self.gaps += gaps
-        if was_away:
-            for stream, head in heads.items():
-                # Of the generation that was the newest, too: its streams become known one by one.
-                if stream.generation >= self.generation and stream not in known and head:
-                    self.behind[stream] = 0
-        return gaps
+    def rest(self) -> None:
+        """The client went: `done`, which has been brought up, is all there is to know."""
+        self.behind.clear()
+        self.ahead.clear()
+        self.skipped.clear()
+        self.unread_from = None
+        self.dup_below = {}
 
-    # -- cursors -------------------------------------------------------------------------------------------
 
-    def cursors(
-        self, streams: Iterable[Stream], position_of: Callable[[Stream], int], window: Window
-    ) -> dict[tuple[str, Stream], Cursor]:
-        """How far each subscription has come in these streams."""
-        unacked: dict[Stream, list[int]] = {}
-        for _, delivery in window:
-            if isinstance(delivery.origin, StreamOrigin):
-                unacked.setdefault(delivery.origin.stream, []).append(delivery.offset)
-        found = {}
-        for stream in streams:
-            position = position_of(stream)
-            known = self.acked.get(stream, {})
-            if known and position > max(cursor.top for cursor in known.values()):
-                known = self.acked.pop(stream)  # said for the last time: from here on the position says it
-            open_ = sorted(unacked.get(stream, ()))
-            for subscription in self._subscriptions:
-                past = max(position, subscription.since.get(stream, 0))
-                cursor = known[subscription.filter].copy() if subscription.filter in known else Cursor()
-                first = 0
-                since, carried = subscription.since.get(stream, 0), subscription.carried.get(stream, ())
-                for offset in open_:
-                    if offset < since and offset not in carried:
-                        continue  # another subscription's: this one began later
-                    if first < offset < past:
-                        cursor.ack_range(first, offset - 1)
-                    if offset < past:
-                        first = offset + 1
-                if first < past:
-                    cursor.ack_range(first, past - 1)
-                found[subscription.filter, stream] = cursor
-        return found
+def _nothing() -> None: ...
+
+
+def _open_offsets(window: Window) -> dict[Stream, list[int]]:
+    """What is in flight of the session's own streams."""
+    found: dict[Stream, list[int]] = {}
+    if len(window):
+        for _, (origin, offset, qos) in window:
+            if isinstance(origin, StreamOrigin) and qos != RELEASED:
+                found.setdefault(origin.stream, []).append(offset)
+    return found

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from holdfast.cursors.cursor import Cursor
+from holdfast.cursors.cursor_map import NOTHING_DONE, past_of, union
 from holdfast.errors import RequestError
 from holdfast.groups.shares import is_shared
 from holdfast.model import Stream
 from holdfast.mqtt.inbound import Inbound
+from holdfast.sessions.packed import pack_cursors, unpack_cursors
 from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
@@ -33,8 +35,7 @@ class SubscriptionRecord(msgspec.Struct):
     retain_as_published: bool = False
     retain_handling: int = 0
     identifier: int = 0
-    since: dict[str, int] = {}
-    """Where it began, or the first it may not have had: the cursors know the rest."""
+    number: int = 0
     born: str = ""
 
 
@@ -48,6 +49,8 @@ class SessionRecord(msgspec.Struct):
     disconnected_at: float = 0.0
     clean_stop: bool = False
     subscriptions: list[SubscriptionRecord] = []
+    cursors: bytes = b""
+    """As they were when the record was written: the stored cursors know the rest."""
     in_flight: dict[str, tuple[str, int, int]] = {}
     """Packet id -> stream, offset, QoS; only of a node that was stopped cleanly."""
     received: list[int] = []
@@ -76,25 +79,23 @@ def record_of(session: Session, connected: bool, now: float, clean_stop: bool = 
                 retain_as_published=s.retain_as_published,
                 retain_handling=s.retain_handling,
                 identifier=s.identifier,
-                since={str(stream): min([at, *s.carried.get(stream, ())]) for stream, at in s.since.items()},
+                number=s.number,
                 born=s.born,
             )
             for s in (*session.subscriptions, *session.subscriptions.shared.values())
         ],
+        cursors=pack_cursors(session.stored_cursors()),
         in_flight=in_flight,
         received=[] if connected else session.inbound.ids(),
     )
-
-
-def _oldest(subscription: Subscription) -> int:
-    """The oldest generation there was when it was made."""
-    return min((stream.generation for stream in subscription.since), default=0)
 
 
 def restore(record: SessionRecord, heads: Mapping[Stream, int], load: LoadCursor, unreadable: Unreadable) -> Session:
     """A session from its record and its cursors."""
     session = Session(record.client_id, record.expiry_seconds, record.epoch)
     session.attached = False
+    cursors = unpack_cursors(record.cursors, record.client_id)
+    session.positions.done, session.positions.gaps = cursors.session, cursors.gaps
     for stored in record.subscriptions:
         subscription = Subscription(
             stored.filter,
@@ -104,7 +105,8 @@ def restore(record: SessionRecord, heads: Mapping[Stream, int], load: LoadCursor
             stored.retain_handling,
             stored.identifier,
             stored.born,
-            {Stream.parse(name): at for name, at in stored.since.items()},
+            cursors.own.get(stored.number, NOTHING_DONE),
+            stored.number,
         )
         if is_shared(stored.filter):
             session.subscriptions.shared[stored.filter] = subscription
@@ -114,51 +116,27 @@ def restore(record: SessionRecord, heads: Mapping[Stream, int], load: LoadCursor
     for packet_id, (place, offset, qos) in record.in_flight.items():
         origin = session.positions.origin(Stream.parse(place)) if place else NOBODY
         session.window.restore(int(packet_id), Delivery(origin, offset, qos))
-    session.positions.generation = max((s.generation for s in heads), default=0)
-    crashed = record.connected and not record.clean_stop
     session.window.begin_elsewhere(record.epoch)
-    if not len(session.subscriptions):
-        return session
-    _note_trimmed(session, heads, load)
-    for stream, head in heads.items():
-        _restore_stream(session, stream, head, crashed, load, unreadable)
+    for stream, head in heads.items() if len(session.subscriptions) else ():
+        _restore_stream(session, stream, head, load, unreadable)
+    if record.connected and not record.clean_stop:
+        session.positions.dup_below = heads
     return session
 
 
-def _note_trimmed(session: Session, heads: Mapping[Stream, int], load: LoadCursor) -> None:
-    """Streams that were dropped while nobody was there to see it, with something of them unread for all we know."""
-    for subscription in session.subscriptions:
-        for stream in [s for s in subscription.since if s not in heads]:
-            cursor = load(stream, subscription.filter)
-            if cursor is not None:
-                session.positions.behind[stream] = max(cursor.floor, session.positions.behind.get(stream, 0))
-
-
-def _restore_stream(
-    session: Session, stream: Stream, head: int, crashed: bool, load: LoadCursor, unreadable: Unreadable
-) -> None:
+def _restore_stream(session: Session, stream: Stream, head: int, load: LoadCursor, unreadable: Unreadable) -> None:
     """The session reads on where its least advanced subscription is; the others are past that already."""
-    starts: dict[str, int] = {}
-    cursors: dict[str, Cursor] = {}
+    cursors = session.stored_cursors()
+    starts: list[int] = []
     for subscription in session.subscriptions:
-        since = subscription.since.get(stream, 0)  # a stream it does not know is younger than itself
-        if stream not in subscription.since and stream.generation < _oldest(subscription):
-            since = head  # or much older: only the lake has it, and nobody asked for it
+        had = cursors.get(subscription.number, stream)
         try:
             cursor = load(stream, subscription.filter)
         except RequestError as error:
-            cursor = unreadable(session, stream, error, since, head)
-        starts[subscription.filter] = since if cursor is None else max(since, min(cursor.floor, head))
+            cursor = unreadable(session, stream, error, past_of(had), head)
         if cursor is not None:
-            cursors[subscription.filter] = cursor
-    at = min(starts.values())
-    for name, start in starts.items():
-        if start > at:
-            session.subscriptions[name].since[stream] = start
-    # Even if it has read everything: by the time the client is welcome, more may have been dispatched.
-    session.positions.behind[stream] = at
-    if at < head:
-        if cursors:
-            session.positions.acked[stream] = cursors
-        if crashed:
-            session.positions.dup_below[stream] = head
+            had = union(had, cursor)
+            subscription.done = subscription.done.copy()
+            subscription.done.set(stream, had)
+        starts.append(past_of(had))
+    session.positions.done.add(stream, min(starts))

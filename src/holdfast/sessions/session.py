@@ -11,15 +11,19 @@ log ────read─────────┘                  └─ unack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.cursors.cursor import Cursor
+from holdfast.cursors.cursor_map import NOTHING_DONE, CursorMap
 from holdfast.model import Stream
 from holdfast.mqtt.inbound import Inbound
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.outgoing import Feed, Outgoing
-from holdfast.sessions.positions import Gap, Positions
+from holdfast.sessions.packed import StoredCursors
+from holdfast.sessions.positions import Positions
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.subscriptions import Subscription, SubscriptionTable
+from holdfast.sessions.trimmed import Policy, Trimmed, trimmed
 from holdfast.sessions.window import Delivery, Window
 
 NEVER = 0xFFFF_FFFF
@@ -47,9 +51,37 @@ class Session:
 
     # -- subscriptions -----------------------------------------------------------------------------------
 
-    def subscribe(self, subscription: Subscription) -> bool:
-        """Add or replace; whether it is new."""
-        return self.subscriptions.add(subscription)
+    def subscribe(
+        self, subscription: Subscription, begin: CursorMap | None = None, heads: Mapping[Stream, int] | None = None
+    ) -> bool:
+        """Add or replace; whether it is new. `begin`: what it does not want, if it begins, or begins anew.
+
+        Going back for it takes nothing from the others: what each of them has had is written down first, all but what
+        is in flight. What waits to be sent was chosen for them, and is read again.
+        """
+        new = self.subscriptions.add(subscription, anew=begin is not None)
+        if begin is None:
+            return new
+        seen, positions = Heads.of(heads or {}), self.positions
+        subscription.done = begin
+        others = [s for s in self.subscriptions if s is not subscription]
+        if others:
+            self.bring_up(seen)
+            if begin.covers(positions.done):
+                return new
+            had = positions.done.copy()
+            made: dict[int, CursorMap] = {}
+            for other in others:
+                made.setdefault(id(other.done), had if other.done is NOTHING_DONE else _both(had, other.done))
+            for other in others:
+                other.done = made[id(other.done)]
+            positions.done.lower(begin)
+            begin = positions.done
+        self.outgoing.keep(lambda rows, _: rows.stream is None)
+        positions.restart(begin.copy(), seen, self.window)
+        if not len(self.window):
+            positions.drop_covered()
+        return new
 
     def unsubscribe(self, filter_text: str) -> Subscription | None:
         gone = self.subscriptions.remove(filter_text)
@@ -58,31 +90,13 @@ class Session:
             self.outgoing.keep(lambda rows, i: bool(meaning(rows.topics[i], rows.stream, rows.offsets[i])))
         return gone
 
-    def go_back(self, stream: Stream, at: int, heads: Mapping[Stream, int], wanted: str) -> None:
-        """Read this stream again from here, for the one filter; the others have had what comes before.
-
-        What waits was chosen for the others: it is read again too, from the first of it on.
-        """
-        self.positions.forget_acked(stream, wanted)
-        if at >= self.positions.behind.get(stream, heads.get(stream, 0)):
-            return  # nothing of it has been read
-        before = self.position(stream, heads)
-        under_way = self.window.offsets_of(self.positions.origin(stream))
-        for subscription in self.subscriptions:
-            if subscription.filter != wanted:
-                since = subscription.since.get(stream, 0)
-                subscription.since[stream] = max(since, before)
-                subscription.carried.setdefault(stream, set()).update(o for o in under_way if o >= since)
-        self.positions.behind[stream] = min(at, before)
-        self.outgoing.keep(lambda rows, _: rows.stream != stream)
-
     # -- feeding -----------------------------------------------------------------------------------------
 
     def offer(self, rows: Rows, picks: Sequence[int], bytes_max: int, *, hold: bool = False) -> bool:
         """Rows just committed to a live stream. False: no room (or `hold`), the stream is behind from here on."""
         stream, positions, outgoing = rows.stream, self.positions, self.outgoing
         assert stream is not None
-        if stream in positions.behind:
+        if stream in positions.behind or positions.is_unread(stream):
             return False
         # One block is always taken, however large: it is in memory anyway, and something must move.
         if hold or (outgoing.rows and outgoing.bytes > bytes_max) or positions.waits_for_older(stream):
@@ -112,36 +126,69 @@ class Session:
 
     def position(self, stream: Stream, heads: Mapping[Stream, int]) -> int:
         """The first offset that has not been sent."""
-        found = self.positions.behind.get(stream)
-        if found is None:
-            # A stream that came while the client is away is not known yet, and nothing of it has been sent.
-            came_since = not self.attached and stream.generation >= self.positions.generation
-            found = 0 if came_since else heads.get(stream, 0)
-        waiting = self.outgoing.first_of(stream)
-        return found if waiting is None else min(found, waiting)
+        found = self.positions.stand(stream, Heads.of(heads), self.attached)
+        return min(found, self.outgoing.firsts().get(stream, found))
 
-    def waits_for(self, stream: Stream) -> bool:
-        """Is something of this stream to be read or sent?"""
-        return stream in self.positions.behind or self.outgoing.first_of(stream) is not None
+    def bring_up(self, heads: Heads, streams: Iterable[Stream] | None = None) -> None:
+        """Let `positions.done` be true of these streams, or of all that are not done to their ends."""
+        if not self.attached:
+            return
+        positions, everything = self.positions, streams is None
+        if streams is None:
+            last = heads.newest if positions.unread_from is None else positions.unread_from - 1
+            recent = range(heads.oldest_open, last + 1)
+            open_ = [stream for generation in recent for stream in heads.of_generation(generation)]
+            older = [Stream(heads.log, shard, generation) for generation, shard, _ in positions.done]
+            streams = [*open_, *older, *positions.behind]
+        if positions.bring_up(streams, heads, self.window, self.outgoing.firsts) or everything:
+            positions.drop_covered()
 
-    def detach(self, heads: Mapping[Stream, int], sealed: Collection[Stream]) -> None:
+    def save_all(self, heads: Heads) -> None:
+        """Whatever is not done to its end is to be saved."""
+        self.bring_up(heads)
+        self.positions.dirty.update(Stream(heads.log, shard, g) for g, shard, _ in self.positions.done)
+
+    def detach(self, heads: Mapping[Stream, int], sealed: Collection[Stream] = ()) -> None:
         """The client went: whatever waits stays in the log, and every stream has a position again.
 
         A session that is away already stays as it is: what came since is not known to it.
         """
         if not self.attached:
             return
-        streams = dict.fromkeys((*heads, *self.positions.behind))
-        self.positions.detach({stream: self.position(stream, heads) for stream in streams}, heads, sealed)
+        self.save_all(Heads.of(heads, sealed))
+        self.positions.rest()
         self.attached = False
         self.outgoing.clear()
         # What was lent goes back to its group, but for what MQTT wants to stay with this session.
         self.window.keep(lambda delivery: delivery.origin.stays)
 
-    def attach(self, heads: Mapping[Stream, int], now: float) -> list[Gap]:
-        """The client is back; what it can no longer be given."""
-        was_away, self.attached = not self.attached, True
-        return self.positions.attach(heads, now, was_away=was_away)
+    def loss(self, heads: Mapping[Stream, int], now: float, policy: Policy) -> Trimmed:
+        """What it can no longer be given, and whether it may come; nothing is changed."""
+        seen = Heads.of(heads)
+        return trimmed(self.stored_cursors(), self._numbers(), seen.kept, policy, seen.log, now)
+
+    def attach(self, heads: Mapping[Stream, int], now: float, policy: Policy = "earliest") -> Trimmed:
+        """The client is back; what it can no longer be given, and whether it may come."""
+        seen, positions = Heads.of(heads), self.positions
+        if self.attached:
+            return Trimmed(self.stored_cursors(), [], False)
+        decision = trimmed(self.stored_cursors(), self._numbers(), seen.kept, policy, seen.log, now)
+        positions.gaps = decision.cursors.gaps
+        if not decision.refuse:
+            self.attached = True
+            for subscription in self.subscriptions:
+                subscription.done = decision.cursors.own.get(subscription.number, NOTHING_DONE)
+            if len(self.subscriptions):
+                positions.restart(decision.cursors.session, seen, self.window)
+        return decision
+
+    def _numbers(self) -> list[int]:
+        return [subscription.number for subscription in self.subscriptions]
+
+    def stored_cursors(self) -> StoredCursors:
+        """How far it had come when it was last brought up, as it is stored."""
+        own = {s.number: s.done for s in self.subscriptions if s.done is not NOTHING_DONE}
+        return StoredCursors(self.positions.done, own, self.positions.gaps)
 
     def in_flight(self) -> list[tuple[int, Delivery]]:
         """What was sent and not answered, in the order it was sent."""
@@ -149,8 +196,17 @@ class Session:
 
     def cursors(self, streams: Iterable[Stream], heads: Mapping[Stream, int]) -> dict[tuple[str, Stream], Cursor]:
         """How far each subscription has come in these streams."""
-        position_of: Callable[[Stream], int] = lambda stream: self.position(stream, heads)  # noqa: E731
-        found = self.positions.cursors(streams, position_of, self.window)
-        for cursor in found.values():
-            cursor.epoch = self.epoch
+        wanted = list(streams)
+        self.bring_up(Heads.of(heads), wanted)
+        stored, found = self.stored_cursors(), {}
+        for stream in wanted:
+            for subscription in self.subscriptions:
+                cursor = found[subscription.filter, stream] = stored.cursor(subscription.number, stream)
+                cursor.epoch = self.epoch
         return found
+
+
+def _both(one: CursorMap, other: CursorMap) -> CursorMap:
+    merged = one.copy()
+    merged.merge(other)
+    return merged

@@ -118,7 +118,7 @@ def restore(row: SessionRow, previous: str, may_have_been_sent: Mapping[Stream, 
             entry.number,
         )
         if is_shared(entry.filter):
-            session.subscriptions.shared[entry.filter] = subscription
+            session.subscriptions.share(subscription)
         else:
             session.subscriptions.add(subscription, anew=True)
     packets = unpack_packets(row.packets, row.client_id, LOG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from holdfast.cursors.cursor_map import NOTHING_DONE, CursorMap
 from holdfast.model import Stream
 from holdfast.mqtt.trie import FilterTable
 from holdfast.mqtt.wire import to_varint
@@ -23,10 +24,10 @@ class Subscription:
     identifier: int = 0
     born: str = ""
     """Of a shared one: which group it is in, should one of the same name be made anew."""
-    since: dict[Stream, int] = field(default_factory=dict)
-    """Where it began, by stream: earlier messages are not its own."""
-    carried: dict[Stream, set[int]] = field(default_factory=dict)
-    """Below `since`, what was under way when `since` was raised: still its own until it is acknowledged."""
+    done: CursorMap = field(default_factory=lambda: NOTHING_DONE)
+    """What it has had, or never wanted, besides what is done for all of the session. Replaced, never changed."""
+    number: int = 0
+    """Which of all the session ever had, from 1 on: given when it is taken, and anew when it begins anew."""
     matcher: TopicFilter = field(init=False)
     identifier_bytes: bytes = field(init=False)
 
@@ -45,6 +46,9 @@ class SubscriptionTable:
         self.only: Subscription | None = None
         """The one there is, if there is just one: most sessions have no more."""
         self._wanted: Wanted | None = None
+        self.next_number = 1
+        self.packed: bytes | None = None
+        """As it was last stored; None: it has changed since."""
 
     def __len__(self) -> int:
         return len(self._own)
@@ -65,22 +69,46 @@ class SubscriptionTable:
     def filters(self) -> list[str]:
         return list(self._own)
 
-    def add(self, subscription: Subscription) -> bool:
-        """Add or replace; whether it is new."""
+    def add(self, subscription: Subscription, *, anew: bool = False) -> bool:
+        """Add or replace; whether it is new. One that is replaced goes on where it was, unless it begins `anew`."""
         old = self._own.get(subscription.filter)
-        if old is not None and not subscription.since:
-            subscription.since, subscription.carried = old.since, old.carried
+        if old is not None and not anew:
+            subscription.done, subscription.number = old.done, old.number
+        else:
+            self.give_number(subscription)
         self._own.set(subscription.filter, subscription)
         self._changed()
         return old is None
+
+    def give_number(self, subscription: Subscription) -> None:
+        if not subscription.number:
+            subscription.number = self.next_number
+        self.next_number = max(self.next_number, subscription.number + 1)
 
     def remove(self, filter_text: str) -> Subscription | None:
         gone = self._own.remove(filter_text)
         self._changed()
         return gone
 
+    def share(self, subscription: Subscription) -> None:
+        """Into a group, or with other options."""
+        old = self.shared.get(subscription.filter)
+        if old is not None and not subscription.number:
+            subscription.number = old.number
+        self.give_number(subscription)
+        self.shared[subscription.filter] = subscription
+        self.packed = None
+
+    def unshare(self, filter_text: str) -> Subscription | None:
+        self.packed = None
+        return self.shared.pop(filter_text, None)
+
+    def note_born(self, subscription: Subscription, born: str) -> None:
+        if subscription.born != born:
+            subscription.born, self.packed = born, None
+
     def _changed(self) -> None:
-        self._wanted = None
+        self._wanted = self.packed = None
         self.only = next(iter(self._own.values())) if len(self._own) == 1 else None
 
     @property
@@ -91,8 +119,11 @@ class SubscriptionTable:
         return self._wanted
 
     def meaning_at(self, topic: str, stream: Stream | None, offset: int) -> tuple[Subscription, ...]:
-        """Those that match this topic and had begun when this message came (a retained one has no stream)."""
+        """Those that match this topic and have not had this message (a retained one has no stream)."""
         found = self._own.match(topic)
-        if stream is not None and any(s.since.get(stream, 0) > offset for s in found):
-            return tuple(s for s in found if s.since.get(stream, 0) <= offset)
+        if stream is None:
+            return found
+        for subscription in found:
+            if subscription.done is not NOTHING_DONE and subscription.done.is_done(stream, offset):
+                return tuple(s for s in found if not s.done.is_done(stream, offset))
         return found

@@ -13,36 +13,18 @@ number of its shards and their ends with it, so a record says from where on some
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from holdfast.cursors.cursor_map import DONE, CursorMap, Progress, past_of, union
 from holdfast.errors import RequestError
 from holdfast.model import Stream
+from holdfast.sessions.heads import KeptGenerations
 from holdfast.sessions.packed import StoredCursors
 from holdfast.sessions.positions import Gap
 
 Policy = Literal["error", "earliest", "latest"]
 DROPPED = "dropped by retention"
-
-
-class KeptGenerations(NamedTuple):
-    """Which generations can be read, in the store or in the lake. Made once for all sessions, when that changes."""
-
-    first: int
-    newest: int
-    missing: frozenset[int]
-    """Between the first and the newest: gone all the same."""
-
-    @classmethod
-    def of(cls, streams: Iterable[Stream]) -> KeptGenerations:
-        kept = {stream.generation for stream in streams}
-        first, newest = min(kept, default=0), max(kept, default=0)
-        return cls(first, newest, frozenset(range(first, newest)) - kept)
-
-    def has_lost(self, generation: int) -> bool:
-        """One that has not come yet, for all that is known here, is not lost."""
-        return generation < self.first or generation in self.missing
 
 
 class Trimmed(NamedTuple):
@@ -62,18 +44,17 @@ def trimmed(
     """What a session, with subscriptions of these numbers, has lost. `cursors` stays as it is."""
     if not numbers or not _looks_at_lost(cursors, kept):
         return Trimmed(cursors, [], False)
-    found = StoredCursors(
-        cursors.session.copy(), {number: own.copy() for number, own in cursors.own.items()}, list(cursors.gaps)
-    )
+    found = cursors.copy()
     gaps = _gaps(cursors, numbers, kept, log, now)
     new = found.note(gaps)
     if gaps and policy == "error":
         return Trimmed(found, new, True)
-    for each in (found.session, *found.own.values()):
+    for each in {id(one): one for one in (found.session, *found.own.values())}.values():
         each.fill(0, kept.first, DONE)
         for generation in kept.missing:
             each.finish(generation)
-    found.own = {number: own for number, own in found.own.items() if not found.session.covers(own)}
+    covered = {id(own) for own in found.own.values() if found.session.covers(own)}
+    found.own = {number: own for number, own in found.own.items() if id(own) not in covered}
     return Trimmed(found, new, False)
 
 

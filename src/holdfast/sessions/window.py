@@ -74,11 +74,11 @@ class Pubrec(Enum):
 class Window:
     """Deliveries in flight by packet id, in the order they were sent."""
 
-    __slots__ = ("_in_flight", "_last_id")
+    __slots__ = ("_in_flight", "last_id")
 
     def __init__(self) -> None:
         self._in_flight: dict[int, Delivery] = {}
-        self._last_id = 0
+        self.last_id = 0
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -98,12 +98,12 @@ class Window:
 
     def add(self, delivery: Delivery) -> int:
         """The packet id under which it goes out. The caller has seen that there is room."""
-        in_flight, last = self._in_flight, self._last_id
+        in_flight, last = self._in_flight, self.last_id
         last = last % PACKET_ID_MAX + 1
         while last in in_flight:
             last = last % PACKET_ID_MAX + 1
         in_flight[last] = delivery
-        self._last_id = last
+        self.last_id = last
         return last
 
     def restore(self, packet_id: int, delivery: Delivery) -> None:
@@ -115,7 +115,7 @@ class Window:
 
         A client that has half of a QoS 2 delivery takes another message under its id for the same one.
         """
-        self._last_id = number * 40_503 % PACKET_ID_MAX
+        self.last_id = number * 40_503 % PACKET_ID_MAX
 
     # -- what the client says ----------------------------------------------------------------------------
 

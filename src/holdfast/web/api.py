@@ -26,7 +26,11 @@ from holdfast.mqtt.wire import topic_name
 from holdfast.runtime.group_store import GroupOptions
 from holdfast.runtime.node import Node
 from holdfast.sessions.session import Session
+from holdfast.sessions.stored import filters_of, restore
+from holdfast.sessions.table import SessionRow
 from holdfast.topics import check_filter, check_topic
+
+SESSIONS_PAGE = 10_000
 
 
 class PublishBody(BaseModel):

@@ -57,7 +57,7 @@ class SimDelivery:
         for stream, rows in log.streams.items():
             self.machine.heads[stream] = len(rows)
             if stream in log.sealed:
-                self.machine.sealed.add(stream)
+                self.machine.heads.seal([stream])
 
     @property
     def heads(self) -> dict[Stream, int]:
@@ -186,7 +186,7 @@ class SimDelivery:
             self.handle(dv.StreamsSeen(list(seen), (), {}))
         for stream, end in sorted(seen.items(), key=lambda found: found[0].generation):
             yield from self._catch_up_with(stream, end)
-            if stream in sealed_then and stream not in self.machine.sealed:
+            if stream in sealed_then and stream not in self.machine.heads.sealed:
                 changed = True
                 self.handle(dv.StreamsSeen(list(seen), [stream], {}))
         if changed:

@@ -72,9 +72,9 @@ class SimSessions:
             yield from self._forget_stored(session)
         again = yield from self._under_way(session)
         if connection.closed or connection.socket.closing:
-            session.detach(delivery.heads, delivery.machine.sealed)
+            session.detach(delivery.machine.heads)
             return
-        session.attach(delivery.machine.every_head(), self.world.now)
+        session.attach(delivery.machine.heads, self.world.now)
         self.connections[client_id] = connection
         truth.attached(client_id, present)
         self._welcome(connection, packet, session, present)
@@ -121,7 +121,7 @@ class SimSessions:
         session = self.known.get(client_id)
         if session is None and client_id in self.stored:
             record = self.stored[client_id]
-            heads = dict(self.front.delivery.machine.every_head())
+            heads = dict(self.front.delivery.machine.heads.every())
             session = yield self.front.keeper.call(lambda: self.front.keeper.restore(record, heads))
             self.stored.pop(client_id, None)
             self.known[client_id] = session
@@ -129,7 +129,6 @@ class SimSessions:
         if session is not None:
             return session, True
         session = self.known[client_id] = Session(client_id, 0, epoch=0)
-        session.positions.generation = max((s.generation for s in self.front.delivery.heads), default=0)
         return session, False
 
     def _under_way(self, session: Session) -> Work:
@@ -176,14 +175,13 @@ class SimSessions:
         delivery = self.front.delivery
         if outlet is not None:
             delivery.detach(outlet, away=session.durable)
-        session.detach(delivery.heads, delivery.machine.sealed)
+        session.detach(delivery.machine.heads)
         self.front.truth.detached(client_id)
         if self.closing:
             return
         if not session.durable:
             self.front.spawn(self._discard(client_id, only=session))
             return
-        session.positions.dirty.update(session.positions.behind)
         self.front.spawn(self._save_away(session, session.epoch))
 
     def _save_away(self, session: Session, epoch: int) -> Work:
@@ -238,7 +236,7 @@ class SimSessions:
         heads = self.front.delivery.heads
         sessions = [s for s in self.known.values() if s.durable]
         for session in sessions:
-            session.positions.dirty.update(heads)
+            session.save_all(self.front.delivery.machine.heads)
         yield from self.front.keeper.flush(sessions, heads)
         for session in sessions:
             yield self.front.keeper.save(record_of(session, connected=False, now=self.world.now, clean_stop=True))

@@ -89,37 +89,28 @@ class SimSubscribing:
             packet.subscription_identifier,
         )
         truth, client_id = self.front.truth, session.client_id
-        known = request.filter in session.subscriptions
+        known, heads = request.filter in session.subscriptions, self.front.delivery.machine.heads
+        begin = None
         if not known or start is not None:
             asked = start or Next()
             if isinstance(asked, Next):
-                subscription.since = self.front.delivery.machine.ends_for(session)
-                if not len(session.subscriptions):
-                    session.positions.behind.clear()
+                begin = heads.end()
                 truth.subscribing(client_id, subscription, asked_at, None)
             else:
                 yield self.world.rng.random() * self.front.disk.seconds
                 if connection.session is not session:
                     return False
-                self._start_earlier(session, subscription, asked)
-                truth.subscribing(client_id, subscription, asked_at, dict(subscription.since))
+                starts = {stream: _start_in(head, asked) for stream, head in heads.items()}
+                begin = heads.starting_at(starts)
+                truth.subscribing(client_id, subscription, asked_at, starts)
         else:
             truth.changes(client_id, subscription)
-        new = session.subscribe(subscription)
+        new = session.subscribe(subscription, begin, heads)
         if connection.session is session and connection.outlet is not None:
             self.front.delivery.handle(Subscribed(connection.outlet, request.filter))
         if start is not None and session.durable:
             yield from self.front.keeper.delete_cursors(client_id, [request.filter], self.front.delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
-
-    def _start_earlier(self, session: Session, subscription: Subscription, start: Start) -> None:
-        heads = self.front.delivery.heads
-        for stream, head in heads.items():
-            at = 0 if isinstance(start, Beginning) else head
-            if isinstance(start, At) and start.every is not None:
-                at = min(start.every, head)
-            subscription.since[stream] = at
-            session.go_back(stream, at, heads, subscription.filter)
 
     def unsubscribe(self, connection: SimConnection, packet: p.Unsubscribe) -> Work:
         session = connection.session
@@ -145,6 +136,12 @@ class SimSubscribing:
             yield from self.front.keeper.delete_cursors(session.client_id, gone, self.front.delivery.heads)
         self.front.truth.unsuback(session.client_id, packet.filters)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
+
+
+def _start_in(head: int, start: Start) -> int:
+    if isinstance(start, At) and start.every is not None:
+        return min(start.every, head)
+    return 0 if isinstance(start, Beginning) else head
 
 
 def _start_of(packet: p.Subscribe) -> Start | None:
