@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Inbound:
@@ -11,10 +11,14 @@ class Inbound:
     A client may come back and send a publish again while the first one is still on its way to the log.
     """
 
-    __slots__ = ("_stored",)
+    __slots__ = ("_stored", "born", "on_released")
 
-    def __init__(self, packet_ids: Iterable[int] = ()):
+    def __init__(self, packet_ids: Iterable[int] = (), born: str = ""):
         self._stored = dict.fromkeys(packet_ids, True)
+        self.born = born
+        """The life of the session that they are stored under; empty: nothing outlives the connection."""
+        self.on_released: Callable[[int], None] | None = None
+        """Told of each that need not be stored any more."""
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -39,4 +43,7 @@ class Inbound:
 
     def release(self, packet_id: int) -> bool:
         """PUBREL, or the publish could not be stored; whether the id was known."""
-        return self._stored.pop(packet_id, None) is not None
+        known = self._stored.pop(packet_id, None) is not None
+        if known and self.on_released is not None:
+            self.on_released(packet_id)
+        return known

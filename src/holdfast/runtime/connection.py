@@ -226,10 +226,13 @@ class Connection(asyncio.Protocol):
         if session is None:
             return
         done: Callable[[bool], None] | None = None
+        received = None
+        if effect.qos == 2 and session.inbound.born:
+            received = (session.client_id, session.inbound.born, effect.packet_id)
         if effect.qos:
             done = lambda ok: self.handle(mc.StoredOne(effect.qos, effect.packet_id, ok))  # noqa: E731
         self._front.ingest.publish_one(
-            session.client_id, effect.topic, effect.payload, effect.flags, effect.properties, done
+            session.client_id, effect.topic, effect.payload, effect.flags, effect.properties, done, received
         )
 
     def _publish_control(self, effect: mc.PublishControl) -> None:

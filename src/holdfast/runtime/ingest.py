@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.log import Appended, Log
-from holdfast.log.contract import Retained
+from holdfast.log.contract import ReceivedId, Retained
 from holdfast.model import LOG, RETAIN, Batch, now_micros
 from holdfast.mqtt.fastpath import Inbox
 
@@ -96,6 +96,8 @@ class OpenBatch:
         self.after: list[Callable[[bool], None]] = []
         """Called with whether the commit happened, in order, after the plain acknowledgements."""
         self.retained: list[Retained] = []
+        self.received: list[ReceivedId] = []
+        """Packet ids of QoS 2 publishes: stored with them, so that a repeat is known by whoever serves the client."""
         self.publishers: set[Publisher] = set()
         self.waited_for = self.urgent = False
         """The writer knows that there is something; and that it need not wait for more."""
@@ -178,6 +180,7 @@ class Ingest:
         flags: int,
         properties: bytes | None,
         done: Callable[[bool], None] | None,
+        received: ReceivedId | None = None,
     ) -> None:
         """Take one message from elsewhere (QoS 2, a will, HTTP); `done` says whether it became durable."""
         shard = self.shard_of(publisher)
@@ -186,6 +189,8 @@ class Ingest:
             self._add(batch, publisher, shard, [topic], [payload], [flags], [properties] if properties else None)
             if done is not None:
                 batch.after.append(done)
+            if received is not None:
+                batch.received.append(received)
             self._signal(batch, urgent=True)
 
     def in_turn(self, done: Callable[[bool], None]) -> None:
@@ -266,7 +271,7 @@ class Ingest:
                     part.times = now
                 # The same time as in the log, by which a message is recognised when it has expired.
                 retained = [last._replace(time=now) for last in batch.retained]
-                appended = self._commit(batch.generation, parts, retained)
+                appended = self._commit(batch.generation, parts, retained, batch.received)
         except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
             logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
             self._on_loop(self._tell_failed, batch, error)
@@ -295,10 +300,12 @@ class Ingest:
         """Is this the writer's own thread, in the middle of a commit?"""
         return threading.get_ident() == self._writer
 
-    def _commit(self, generation: int, parts: dict[int, Batch], retained: list[Retained]) -> Appended:
+    def _commit(
+        self, generation: int, parts: dict[int, Batch], retained: list[Retained], received: list[ReceivedId]
+    ) -> Appended:
         """On the writer's thread."""
         if self.by_publisher:
-            appended = self._log.append_sharded(LOG, generation, parts, retained)
+            appended = self._log.append_sharded(LOG, generation, parts, retained, received)
             if appended is not None:
                 return appended
             self.generation = self._log.generations(LOG)[-1]
@@ -312,7 +319,7 @@ class Ingest:
             next(iter(parts.values())).times,
         )
         parts.clear()
-        appended = self._log.append(LOG, whole, retained=retained)
+        appended = self._log.append(LOG, whole, retained=retained, received=received)
         for placed in appended.placed:
             rows = whole if placed.rows is None else whole.take(placed.rows)
             parts[placed.stream.shard] = rows

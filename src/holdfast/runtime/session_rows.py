@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, RequestError, StoreUnavailable
+from holdfast.log.contract import ReceivedId
 from holdfast.sessions.life import Failed, Found, Written
 from holdfast.sessions.table import RowWrite, SessionRow, SessionTable, Verdict
 
 logger = logging.getLogger("holdfast.sessions")
 
 ROWS_MAX = 500
+RELEASE_SECONDS = 0.2
 T = TypeVar("T")
 
 
@@ -26,6 +28,7 @@ class FoundRow(NamedTuple):
 
     row: SessionRow | None
     lease_over: bool
+    received: set[int]
 
 
 class SessionRows:
@@ -41,6 +44,9 @@ class SessionRows:
         self._closed = False
         self.written = 0
         """Rows, for the metrics."""
+        self.received: dict[str, set[int]] = {}
+        """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
+        self._released: list[ReceivedId] = []
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -65,9 +71,12 @@ class SessionRows:
         rows = self.table.read(ids)
         named = {row.lease for row in rows.values() if row.lease is not None}
         alive = self._alive() if named else set()
-        found = {i: FoundRow(rows.get(i), False) for i in ids}
+        known = [client_id for client_id, row in rows.items() if not row.dead]
+        received = self.table.received(known) if known else {}
+        found = {client_id: FoundRow(None, False, set()) for client_id in ids}
         for client_id, row in rows.items():
-            found[client_id] = FoundRow(row, row.lease is not None and row.lease not in alive)
+            over = row.lease is not None and row.lease not in alive
+            found[client_id] = FoundRow(row, over, received.get(client_id, set()))
         return found
 
     def _was_read(
@@ -81,7 +90,12 @@ class SessionRows:
         if error is None:
             rows = done.result()
             for client_id, number, answer in asked:
-                answer(Found(number, *rows[client_id]))
+                row, lease_over, received = rows[client_id]
+                if received:
+                    self.received[client_id] = received
+                else:
+                    self.received.pop(client_id, None)
+                answer(Found(number, row, lease_over))
         else:
             logger.warning("%d sessions could not be read: %s", len(asked), error, exc_info=_unless_ours(error))
         self._read()
@@ -124,6 +138,28 @@ class SessionRows:
             for _, answer in asked:
                 answer(Failed(in_doubt=not certain))
         self._write()
+
+    def release(self, received: ReceivedId) -> None:
+        """Need not be known any more; some time soon, with others."""
+        self._released.append(received)
+        if len(self._released) == 1:
+            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._release)
+
+    def _release(self) -> None:
+        if self._closed:
+            return
+        some, self._released = self._released[:ROWS_MAX], self._released[ROWS_MAX:]
+        releasing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.release, some)
+        releasing.add_done_callback(lambda done: self._was_released(some, done))
+
+    def _was_released(self, some: list[ReceivedId], done: asyncio.Future[None]) -> None:
+        if done.cancelled():
+            return
+        if done.exception() is not None:
+            logger.warning("%d packet ids could not be released: %s", len(some), done.exception())
+            self._released += some
+        if self._released:
+            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._release)
 
     def close(self) -> None:
         self._closed = True

@@ -28,6 +28,7 @@ from holdfast.machine import TICK, Send
 from holdfast.model import Stream
 from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
+from holdfast.mqtt.inbound import Inbound
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.delivery import DeliveryHost
@@ -100,6 +101,8 @@ class Live:
     """The connection that is welcome."""
     armed: float = float("inf")
     """The earliest time it is in the queue of deadlines for."""
+    inbound: Inbound | None = None
+    """Of the connection before, if that was here: its QoS 2 publishes may still be on their way to the log."""
     saving: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Changes of subscriptions that are to be durable."""
 
@@ -366,6 +369,7 @@ class Sessions:
             self._events.append((claim.client_id, life.Gone(claim.token, goodbye=True)))
             claim.answer.set_exception(error)
             return
+        self._take_inbound(live, session, welcome)
         if not welcome.session_present:
             self._groups.session_ended(claim.client_id)
         live.session, live.claim = session, claim
@@ -373,6 +377,17 @@ class Sessions:
         claim.welcomed(session, welcome.session_present)
         if not claim.answer.done():
             claim.answer.set_result(welcome.session_present)
+
+    def _take_inbound(self, live: Live, session: Session, welcome: life.Welcome) -> None:
+        client_id, born = session.client_id, welcome.row.born
+        stored = self._rows.received.pop(client_id, set())
+        if not session.durable:
+            return
+        inbound = live.inbound
+        if inbound is None or inbound.born != born:
+            inbound = Inbound(stored if welcome.session_present else (), born)
+        inbound.on_released = lambda packet_id: self._rows.release((client_id, born, packet_id))
+        session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
         """PeerError: it cannot be had as things are."""
@@ -452,6 +467,7 @@ class Sessions:
         if session is None:
             return
         session.positions.on_moved = _nothing
+        live.inbound = session.inbound
         for saving in live.saving.values():
             saving.cancel()
         live.saving.clear()
