@@ -756,6 +756,17 @@ def test_who_carries_progress_beyond_the_end_of_a_stream_joins_without_it() -> N
     assert {s.shard: p.floor for s, p in machine.group_streams.progress.items()} == {0: 0, 1: 5}
 
 
+def test_a_batch_member_that_has_left_is_not_seated_again_by_what_was_held_back() -> None:
+    machine = leader(infos=[StreamInfo(stream(0), None, 10)])
+    leased(machine, A, 1.0)
+    machine.handle(find(A, 1.2, carried=(Carried(piece(0), COURSE, Mark(50)),)), 1.2)
+    machine.handle(LeaveGroup(A, Address("n2", "batch", "x"), machine.group, ""), 1.3)
+    tick(machine, 1.4)
+    for _ in range(3):
+        machine.handle(StreamsSeen((StreamInfo(stream(0), None, 10),)), 1.5)
+    assert A not in machine.seats
+
+
 def test_what_a_batch_member_did_in_a_stream_that_has_grown_is_believed_at_the_next_look() -> None:
     machine = leader(infos=[StreamInfo(stream(0), None, 10)])
     lease = leased(machine, A, 1.0)

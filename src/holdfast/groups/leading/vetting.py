@@ -47,6 +47,10 @@ class Vetting:
     def hold(self, message: FromBatchMember) -> bool:
         """Does it say more than is known to be possible? Then it is kept until the log has been looked at."""
         key = (type(message).__name__, message.member.session)
+        if isinstance(message, LeaveGroup):
+            # Whoever leaves has nothing more to say: what it said before would seat it again.
+            for held in [held for held in self._held if held[1] == key[1]]:
+                del self._held[held]
         if self._possible(message) or (key not in self._held and len(self._held) >= CLIENTS_MAX):
             return False
         self._held[key] = HeldBack(message)
