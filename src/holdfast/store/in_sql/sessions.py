@@ -162,16 +162,17 @@ class SqlSessionTable(ABC):
         check_client_ids(client_ids)
         if not client_ids:
             return {}
-        where, given = self._find("r.client_id", client_ids)
-        same = self._same("s.client_id", "r.client_id")
+        of_rows, given = self._find("s.client_id", client_ids)
+        of_ids, _ = self._find("r.client_id", client_ids)
         sql = f"""
             select r.client_id, r.packet_id from session_received r
-            join sessions s on {same} and s.born = r.born where {where} and not s.dead
+            join sessions s on s.client_id = r.client_id and s.born = r.born
+            where {of_rows} and {of_ids} and not s.dead
         """
-        found: dict[str, set[int]] = {client_id: set() for client_id in client_ids}
-        for client_id, packet_id in self._database.ask(lambda db: db.run(sql, given)):
-            found[client_id].add(packet_id)
-        return {client_id: packet_ids for client_id, packet_ids in found.items() if packet_ids}
+        found: dict[str, set[int]] = {}
+        for client_id, packet_id in self._database.ask(lambda db: db.run(sql, given, given)):
+            found.setdefault(client_id, set()).add(packet_id)
+        return found
 
     def release(self, received: Sequence[ReceivedId]) -> None:
         if received:
@@ -185,10 +186,6 @@ class SqlSessionTable(ABC):
     @abstractmethod
     def _find(self, column: str, client_ids: Iterable[str]) -> tuple[str, object]:
         """A condition that finds these client ids by their index, and its parameter. It may find others too."""
-
-    @abstractmethod
-    def _same(self, one: str, other: str) -> str:
-        """The condition that two columns name the same client, found by an index."""
 
     @abstractmethod
     def _lock(self, db: Db, client_ids: Sequence[str]) -> dict[str, Seen]:

@@ -32,9 +32,6 @@ class SqliteSessionTable(SqlSessionTable):
     def _find(self, column: str, client_ids: Iterable[str]) -> tuple[str, object]:
         return f"{column} in (select value from json_each(?))", json.dumps(list(client_ids))
 
-    def _same(self, one: str, other: str) -> str:
-        return f"{one} = {other}"
-
     def _lock(self, db: Db, client_ids: Sequence[str]) -> dict[str, Seen]:
         where, given = self._find("client_id", client_ids)
         return {row[0]: Seen(*row[1:]) for row in db.run(f"select {SEEN} from sessions where {where}", given)}
