@@ -42,7 +42,7 @@ class Address(NamedTuple):
     kind: str
     """`registry`, `leader`, `agent`, `batch` (a batch member), `asker` (whoever sent an `Ask`) or `session`."""
     name: str = ""
-    """The group of a leader, `session/incarnation` of an agent or batch member, the request of an asker, a client id."""
+    """The group of a leader, `session/incarnation` of an agent or batch member, an asker's request, a client id."""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}@{self.node}" if self.name else f"{self.kind}@{self.node}"

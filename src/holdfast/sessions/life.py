@@ -676,7 +676,8 @@ class SessionLife:
             self._on_refused(pending, verdict.row, now)
             return
         self.row = verdict.row
-        self._out += [Saved(number) for number in pending.numbers]
+        if self._connection is not None:
+            self._out += [Saved(number) for number in pending.numbers]
         if pending.write.take:
             self._on_taken(pending, now)
         elif self._departure is not None and pending.write.row.lease is None:
