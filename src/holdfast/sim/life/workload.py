@@ -201,14 +201,13 @@ class LifeWorkload:
         world.tell("world", "HEALS")
         world.healing = True
         self.table.jump = 0.0
-        for node in self.nodes.values():
-            node.paused_until = min(node.paused_until, world.now)
         for name in self.names:
             self._start_again_soon(name)
         for client in self.clients.values():
             client.wants = not client.never_back
             client.come_later()
-        world.run(world.now + SETTLE_SECONDS + LATE_SECONDS)
+        awake_at = max([world.now, *(node.paused_until for node in self.nodes.values())])
+        world.run(max(awake_at, world.now + LATE_SECONDS) + SETTLE_SECONDS)
         self.clear = True
         self._wait(HEAL_SECONDS_MAX, self._unfinished, "everything comes")
         self._leave_for_good()
