@@ -102,8 +102,18 @@ class Truth:
             attempt.over_at, attempt.by_node, attempt.goodbye = self.now, by_node, goodbye
             attempt.expiry_secs, attempt.over_on = expiry_secs, node
 
-    def process_died(self, node: SimNode) -> None:
-        pass
+    def broke_down(self, life: SessionLife) -> None:
+        if life.row is not None:
+            self._processed.pop((life.client_id, life.row.epoch), None)
+
+    def forgotten(self, node: SimNode, client: str) -> None:
+        """A machine is dropped: nothing that only it knew may be lost with it."""
+        row = self.table.rows.get(client)
+        if row is None or row.dead or not row.expiry_secs or self._served.get((client, row.epoch)) is not node:
+            return
+        processed = self._processed.get((client, row.epoch), 0)
+        if processed & ~bits_of(row.cursors):
+            self.fail("acknowledged never again", f"{node} forgets {client}, and {processed:b} is not saved")
 
     def welcomed(self, node: SimNode, life: SessionLife, token: str, present: bool, row: SessionRow) -> None:
         attempt = self.attempts[token]
@@ -136,9 +146,9 @@ class Truth:
         self._served[client, row.epoch] = node
 
     def _only(self, node: SimNode, client: str) -> None:
-        for other in self.run.nodes.values():
+        for other in self.run.processes:
             hosted = other.hosted.get(client)
-            if other is not node and hosted is not None and hosted.life.serves(other.now):
+            if other is not node and hosted is not None and hosted.life.serves(other.now) and other.life.alive:
                 self.fail("one connection", f"{client} is served by {node} and by {other}")
 
     def said_released(self, node: SimNode, client: str, epoch: int) -> None:
@@ -235,6 +245,8 @@ class Truth:
             self.fail("clean start leaves nothing", f"{node} begins {show_row(new)} with something in it")
         if not new.dead and new.lease is None and old is not None and old.lease is not None:
             self._check_away(node, old, new, write)
+        if new.dead and (new.subscriptions or new.cursors or new.packets or new.will or new.lease is not None):
+            self.fail("deleted stays deleted", f"{node} leaves something in {show_row(new)}")
         if new.lease is not None and (new.due is not None or new.left_at is not None or new.will_due is not None):
             self.fail("due only while away", show_row(new))
 
@@ -247,6 +259,8 @@ class Truth:
             return
         if (old.client_id, old.epoch) not in self._released:
             self.fail("who may change a row", f"{node} takes {show_row(old)} though its owner lives and holds it")
+        if old.expiry_secs and self._processed.get((old.client_id, old.epoch), 0) & ~bits_of(old.cursors):
+            self.fail("acknowledged never again", f"{show_row(old)} was released before everything was saved")
 
     def _check_filters(self, old: SessionRow, new: SessionRow, write: RowWrite) -> None:
         had, has = set(starts_of(old.subscriptions)), set(starts_of(new.subscriptions))
@@ -331,8 +345,8 @@ class Truth:
             self.fail(
                 "the last expiry the client gave", f"{old.connect}: {last.expiry_secs}, written {new.expiry_secs}"
             )
-        lasts = {last.over_at, last.over_at + self.grace_secs} if last.by_node else {last.over_at}
-        if not any(abs(new.left_at - at) < SLACK for at in lasts):
+        gone_at = last.over_at + self.grace_secs if last.by_node else last.over_at
+        if abs(new.left_at - gone_at) > SLACK:
             self.fail("expiry counts from the end", f"{old.connect} ended {last.over_at}, written {new.left_at}")
 
     # -- wills ---------------------------------------------------------------------------------------------
@@ -365,8 +379,8 @@ class Truth:
         last = self.attempts[token]
         if last.goodbye and (last.over_on is node and old.lease in node.leases):
             self.fail("no will after a good-bye", f"{node} publishes {token}")
-        for one in self.run.nodes.values():
-            hosted = one.hosted.get(old.client_id)
+        for one in self.run.processes:
+            hosted = one.hosted.get(old.client_id) if one.life.alive else None
             if hosted is not None and hosted.life.token == token and hosted.life.serves(one.now):
                 self.fail("no will while connected", f"{node} publishes {token}, which is connected to {one}")
         if ends:
@@ -377,7 +391,7 @@ class Truth:
             due = self._lease_end(old) + max(self.grace_secs, will.delay_secs)
         else:
             assert last.over_at is not None
-            due = last.over_at + will.delay_secs
+            due = last.over_at + max(will.delay_secs, self.grace_secs if last.by_node else 0)
         if self.now < due - SLACK:
             self.fail("a will when it is due", f"{node} publishes {token} at {self.now}, due {due}")
 

@@ -40,6 +40,10 @@ class LifeFaults:
     """Per second: nobody reaches the store, often for longer than a lease."""
     stop: float = 0.0
     """Per second: a node stops cleanly, or is drained first."""
+    breakdown: float = 0.0
+    """Per second: a machine that serves a client is dropped, as a driver does with one that raises."""
+    twin: float = 0.0
+    """Per second: another process is started under a node's name, and the first one lives on."""
     clock_skew: float = 0.0
     """How much faster or slower than true a node's clock may run."""
     clock_jump: float = 0.0
@@ -83,6 +87,7 @@ def draw(rng: Random) -> LifeFaults:
             partition=rng.choice([0.0, 0.1]),
             store_late=rng.choice([0.0, 0.1]),
             store_unanswered=rng.choice([0.0, 0.1]),
+            twin=rng.choice([0.0, 0.05]),
             clock_skew=skew,
         )
     return LifeFaults(
@@ -101,6 +106,8 @@ def draw(rng: Random) -> LifeFaults:
         partition=rng.choice([0.0, 0.08]),
         outage=rng.choice([0.0, 0.04]),
         stop=rng.choice([0.0, 0.04]),
+        breakdown=rng.choice([0.0, 0.0, 0.05]),
+        twin=rng.choice([0.0, 0.0, 0.03]),
         clock_skew=skew,
         clock_jump=rng.choice([0.0, 0.05]),
     )

@@ -119,6 +119,10 @@ class Hosted:
         return self.session.content() if self.session is not None else Content()
 
 
+OUR_FAULT = {Reason.SERVER_SHUTTING_DOWN, Reason.USE_ANOTHER_SERVER, Reason.SERVER_BUSY}
+"""A node that closes a connection with one of these does it for its own sake."""
+
+
 class SimNode:
     """One run of a node: a process."""
 
@@ -151,7 +155,7 @@ class SimNode:
         self.leases: set[int] = set()
         """Every lease that this process has ever had."""
         self._reads: list[tuple[str, int]] = []
-        self._writes: list[RowWrite] = []
+        self._writes: list[tuple[Hosted, RowWrite]] = []
         self._batching = False
         self._numbers = 0
         self._freeze_at = inf
@@ -231,7 +235,7 @@ class SimNode:
                 self._reads.append((client, number))
                 self._batch()
             case WriteRow(write):
-                self._writes.append(write)
+                self._writes.append((hosted, write))
                 self._batch()
             case Send(to, message):
                 if isinstance(message, Released):
@@ -250,7 +254,7 @@ class SimNode:
                 if (link := hosted.links.get(token)) is not None:
                     link.frozen = True
             case Refuse(token, reason) | Close(token, reason):
-                self.truth.connection_over(token, self, by_node=True)
+                self.truth.connection_over(token, self, by_node=reason in OUR_FAULT)
                 link = hosted.links.pop(token, None)
                 if link is not None:
                     link.closed_by_node(reason, refused=isinstance(effect, Refuse))
@@ -258,6 +262,7 @@ class SimNode:
                 hosted.numbers.pop(number)()
             case Forget():
                 del self.hosted[client]
+                self.truth.forgotten(self, client)
 
     def _resumed(self, client: str, hosted: Hosted, link: Link) -> None:
         link.frozen = False
@@ -275,15 +280,16 @@ class SimNode:
     def _flush_batch(self) -> None:
         self._batching = False
         reads, self._reads = self._reads, []
-        writes, self._writes = self._writes, []
+        asked, self._writes = self._writes, []
+        writes = [write for _, write in asked]
         if reads:
             self.table.call(self, lambda: self._read(reads), self._found, lambda in_doubt: None)
         if writes:
             self.table.call(
                 self,
                 lambda: self.table.commit(self, writes),
-                lambda verdicts: self._written(writes, verdicts),
-                lambda in_doubt: self._failed(writes, in_doubt),
+                lambda verdicts: self._written(asked, verdicts),
+                lambda in_doubt: self._failed(asked, in_doubt),
                 writes,
             )
 
@@ -299,13 +305,18 @@ class SimNode:
         for client, found in answers:
             self.handle(client, found)
 
-    def _written(self, writes: list[RowWrite], verdicts: list[Verdict]) -> None:
-        for write, verdict in zip(writes, verdicts, strict=True):
-            self.handle(write.row.client_id, Written(verdict))
+    def _written(self, asked: list[tuple[Hosted, RowWrite]], verdicts: list[Verdict]) -> None:
+        for (hosted, write), verdict in zip(asked, verdicts, strict=True):
+            self._answer(hosted, write.row.client_id, Written(verdict))
 
-    def _failed(self, writes: list[RowWrite], in_doubt: bool) -> None:
-        for write in writes:
-            self.handle(write.row.client_id, Failed(in_doubt))
+    def _failed(self, asked: list[tuple[Hosted, RowWrite]], in_doubt: bool) -> None:
+        for hosted, write in asked:
+            self._answer(hosted, write.row.client_id, Failed(in_doubt))
+
+    def _answer(self, hosted: Hosted, client: str, event: Event) -> None:
+        """To the machine that asked, not to the next one of that client."""
+        if self.hosted.get(client) is hosted:
+            self.handle(client, event)
 
     # -- the lease -----------------------------------------------------------------------------------------
 
@@ -426,10 +437,12 @@ class SimNode:
             world.after(seconds, lambda: self._arrives(to, message))
 
     def _arrives(self, to: Address, message: Release | Released) -> None:
-        node = self.nodes.get(to.node)
-        if node is None or (not self.world.healing and frozenset((self.name, to.node)) in self.table.cut):
+        """Whoever has that name hears it."""
+        if not self.world.healing and frozenset((self.name, to.node)) in self.table.cut:
             return
-        node.after(0.0, lambda: node.receive(message))
+        for node in self.truth.run.processes:
+            if node.name == to.node and node.life.alive:
+                node.after(0.0, lambda one=node: one.receive(message))  # type: ignore[misc]
 
     def receive(self, message: Release | Released) -> None:
         if message.client_id in self.hosted:
@@ -545,6 +558,18 @@ class SimNode:
 
     # -- its end -------------------------------------------------------------------------------------------
 
+    def break_down(self, client: str) -> None:
+        """A machine has raised, and was dropped with its connections."""
+        hosted = self.hosted[client]
+        if hosted.life.state not in (State.HERE, State.FROZEN):
+            return
+        self.world.tell(self, f"{client} BREAKS DOWN")
+        del self.hosted[client]
+        self.truth.broke_down(hosted.life)
+        for token, link in hosted.links.items():
+            self.truth.connection_over(token, self, by_node=True)
+            link.node_died()
+
     def crash(self) -> None:
         self.world.tell(self, "CRASHES")
         self._die()
@@ -576,7 +601,6 @@ class SimNode:
             for token, link in list(hosted.links.items()):
                 self.truth.connection_over(token, self, by_node=True)
                 link.node_died()
-        self.truth.process_died(self)
 
 
 def show(what: object) -> str:

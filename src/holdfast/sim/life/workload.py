@@ -39,6 +39,9 @@ class LifeWorkload:
         self.truth = Truth(world, self.table, self.settings.grace_secs)
         self.truth.run = self
         self.nodes: dict[str, SimNode] = {}
+        """By name: where clients of that node come to."""
+        self.processes: list[SimNode] = []
+        """Every one that was ever started."""
         self.published = Published()
         self.clear = self.faults.clear
         self.runs = 0
@@ -63,16 +66,18 @@ class LifeWorkload:
             ("outage", faults.outage),
             ("stop", faults.stop),
             ("jump", faults.clock_jump),
+            ("breakdown", faults.breakdown),
+            ("twin", faults.twin),
         ):
             at = 0.0
             while chance and (at := at + rng.expovariate(chance * 2)) < WEATHER_SECONDS:
                 world.after(at, lambda what=name: getattr(self, f"_do_{what}")())  # type: ignore[misc]
 
-    def start(self, name: str) -> None:
-        if name in self.nodes:
+    def start(self, name: str, *, beside: bool = False) -> None:
+        if name in self.nodes and not beside:
             return
         if self.table.jump:  # a node that starts while the clock is wrong believes it
-            self.world.after(0.5, lambda: self.start(name))
+            self.world.after(0.5, lambda: self.start(name, beside=beside))
             return
         self.runs += 1
         node = SimNode(
@@ -87,6 +92,7 @@ class LifeWorkload:
             self.sweep,
             self.sweep_seconds,
         )
+        self.processes.append(node)
         self.world.tell(node, "starts")
 
     # -- what clients do -----------------------------------------------------------------------------------
@@ -100,8 +106,8 @@ class LifeWorkload:
         world.after(world.rng.random() * 2 * self.pace, self._publish)
 
     def _pump(self) -> None:
-        for node in list(self.nodes.values()):
-            if self.world.now >= node.paused_until:
+        for node in self.processes:
+            if node.life.alive and self.world.now >= node.paused_until:
                 for client, hosted in list(node.hosted.items()):
                     node.pump(client, hosted)
 
@@ -183,6 +189,18 @@ class LifeWorkload:
         self.world.tell("store", f"is away for {seconds} s")
         self.table.outage_until = self.world.now + seconds
 
+    def _do_breakdown(self) -> None:
+        node = self._someone()
+        if node is not None and node.hosted and self.world.now >= node.paused_until:
+            node.break_down(self.world.rng.choice(list(node.hosted)))
+
+    def _do_twin(self) -> None:
+        """Clients come to the new one only; the old one dies some time later."""
+        node = self._someone()
+        if node is not None and node.accepting:
+            self.start(node.name, beside=True)
+            self.world.after(self.world.rng.choice([1.0, 6.0, 20.0]), node.crash)
+
     def _do_jump(self) -> None:
         if not all(node.clock.known for node in self.nodes.values()):
             return
@@ -206,10 +224,14 @@ class LifeWorkload:
         for client in self.clients.values():
             client.wants = not client.never_back
             client.come_later()
-        awake_at = max([world.now, *(node.paused_until for node in self.nodes.values())])
+        awake_at = max([world.now, *(node.paused_until for node in self.processes if node.life.alive)])
         world.run(max(awake_at, world.now + LATE_SECONDS) + SETTLE_SECONDS)
         self.clear = True
         self._wait(HEAL_SECONDS_MAX, self._unfinished, "everything comes")
+        if len(self.nodes) > 1 and world.rng.random() < 0.4:  # after a dead owner's lease, everybody is welcome
+            world.rng.choice(list(self.nodes.values())).crash()
+            world.run(world.now + 0.5)
+            self._wait(HEAL_SECONDS_MAX, self._unfinished, "a CONNECT succeeds")
         self._leave_for_good()
         self._wait(END_SECONDS_MAX, self._left, "gone after its expiry")
 
@@ -266,7 +288,8 @@ class LifeWorkload:
 
     def _left(self) -> list[str]:
         """Nothing stays in memory, and no row but tombstones in the store."""
-        found = [f"{node} still has {list(node.hosted)}" for node in self.nodes.values() if node.hosted]
+        alive = [node for node in self.processes if node.life.alive]
+        found = [f"{node} still has {list(node.hosted)}" for node in alive if node.hosted]
         found += [f"{row.client_id} is left, due {row.due}" for row in self.table.rows.values() if not row.dead]
         return found
 
