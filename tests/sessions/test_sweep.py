@@ -99,9 +99,9 @@ def test_a_deletion_is_kept_for_a_while() -> None:
 def test_the_first_answer_is_believed() -> None:
     clock = StoreClock()
     assert not clock.known
-    assert clock.heard(5000.0, 10.0, 10.1)
+    assert clock.heard(5000.0, 9.875, 10.125)
     assert clock.known
-    assert clock.time(11.1) == 5001.0
+    assert clock.time(11.0) == 5001.0
 
 
 def test_a_clock_two_hours_ahead_for_three_seconds_expires_nothing() -> None:
@@ -112,7 +112,7 @@ def test_a_clock_two_hours_ahead_for_three_seconds_expires_nothing() -> None:
         assert clock.time(tick) <= 5000 + tick * 1.01
     clock.heard(5004.0, 4.0, 4.0)
     assert abs(clock.time(4.0) - 5004) < 0.05
-    assert clock.time(5.0) == 5005.0
+    assert clock.time(8.0) == 5008.0
 
 
 def test_an_answer_that_was_under_way_too_long_is_not_believed() -> None:
@@ -127,7 +127,7 @@ def test_the_clock_never_goes_back() -> None:
     clock.heard(5000.0, 0.0, 0.0)
     clock.heard(4000.0, 1.0, 1.0)
     assert clock.time(1.0) == 5001.0
-    assert clock.time(3.0) == 5002.0
+    assert clock.time(3.0) == 5001 + 2 * 0.99
     clock.heard(5004.0, 4.0, 4.0)
-    assert clock.time(4.0) == 5002.5
-    assert clock.time(5.0) == 5003.51
+    assert clock.time(4.0) == 5001 + 3 * 0.99
+    assert clock.time(5.0) == 5001 + 3 * 0.99 + 1.01

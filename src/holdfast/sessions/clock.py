@@ -1,15 +1,15 @@
 """The store's clock as a node believes it: it follows the answers it hears, but neither jumps nor goes back.
 
 A store's clock may be set wrong for a while, and an answer may be handled long after it was given. So what a node
-believes runs at most 1% faster than its own monotonic clock, at least half as fast, and an answer that was under way
-for longer than the margin is not believed. Only the first answer is believed as it is.
+believes runs at most 1% faster or slower than its own monotonic clock, and an answer that was under way for longer than
+the margin is not believed. Only the first answer is believed as it is.
 """
 
 from __future__ import annotations
 
 FASTEST = 1.01
-SLOWEST = 0.5
-"""A clock that is ahead waits for the others like this: whatever is due comes a little late, never early."""
+SLOWEST = 0.99
+"""A clock that falls behind writes that clients left before they did, and their sessions would end early elsewhere."""
 
 
 class StoreClock:
@@ -32,8 +32,9 @@ class StoreClock:
         """The store's clock, asked for at `asked_at` and handled `now`; whether it is believed."""
         if now - asked_at > self.margin_secs:
             return False
-        self._time = store_time if self._offset is None else self.time(now)
-        self._at, self._offset = now, store_time - now
+        answered_at = (asked_at + now) / 2
+        self._time = store_time + now - answered_at if self._offset is None else self.time(now)
+        self._at, self._offset = now, store_time - answered_at
         return True
 
     def time(self, now: float) -> float:

@@ -577,7 +577,9 @@ class SessionLife:
         assert node.lease is not None
         self._move(State.TAKING)
         self._frozen_until = inf
-        kept = msgspec.structs.replace(flushed(row, self._content(False)), owner=node.name, lease=node.lease)
+        # One that was never welcome has nothing in memory but its row.
+        content = self._content(False) if self._connection.welcome else _content_of(row)
+        kept = msgspec.structs.replace(flushed(row, content), owner=node.name, lease=node.lease)
         self._moved = False
         change = write(row, Change(kept), take=True, filters_of=node.filters_of)
         self._write(_Pending(change, self._connection, resumes=True, numbers=self._take_numbers()))
@@ -687,7 +689,8 @@ class SessionLife:
             self._on_refused(pending, verdict.row, now)
             return
         self.row = verdict.row
-        self._out += [Saved(number) for number in pending.numbers]
+        if self._connection is not None:
+            self._out += [Saved(number) for number in pending.numbers]
         if pending.write.take:
             self._on_taken(pending, now)
         elif self._departure is not None and pending.write.row.lease is None:
@@ -749,7 +752,9 @@ class SessionLife:
             self._departure, self._memory = pending.departure, _content_of(pending.write.row)
         elif self._connection is not None:
             self._numbers = [*pending.numbers, *self._numbers]
-            self._moved, self._flush_at = True, again_at
+            self._moved = True
+            if self.state is State.HERE:
+                self._flush_at = again_at
 
     # -- what comes next ---------------------------------------------------------------------------------
 

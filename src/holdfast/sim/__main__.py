@@ -1,6 +1,7 @@
 """`python -m holdfast.sim --seeds 0:2000` runs seeds; `--seed N -v` replays one and prints what happened.
 
-There are two worlds: `groups`, the machines of shared groups, and `front`, the path of a message.
+There are three worlds: `groups`, the machines of shared groups; `front`, the path of a message; and `life`, the life of
+sessions over several nodes.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import time
 from collections.abc import Callable
 
 from holdfast.sim.front.runner import run_front_seed, run_front_seeds
+from holdfast.sim.life.runner import run_life_seed, run_life_seeds
 from holdfast.sim.runner import Failure, Outcome, run_seed, run_seeds
 
 RUN: dict[str, Callable[[int], Outcome]] = {
     "groups": lambda seed: run_seed(seed, trace=True),
     "front": lambda seed: run_front_seed(seed, trace=True),
+    "life": lambda seed: run_life_seed(seed, trace=True),
 }
 RUN_MANY: dict[str, Callable[[int, int, Callable[[int, int], None]], list[Failure]]] = {
     "groups": run_seeds,
     "front": run_front_seeds,
+    "life": run_life_seeds,
 }
 
 
@@ -29,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--seeds", type=span, default=range(200), metavar="FIRST:PAST", help="which seeds to run (default 0:200)"
     )
     parser.add_argument("--seed", type=int, help="replay this one")
-    parser.add_argument("--world", choices=list(RUN), help="only this world (default: both)")
+    parser.add_argument("--world", choices=list(RUN), help="only this world (default: all)")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: print every effect")
     options = parser.parse_args(arguments)
     worlds = [options.world] if options.world else list(RUN)
