@@ -81,7 +81,7 @@ class Node:
         self.now = 0.0
         self.node.granted(lease, 0.0)
         self.content = Content()
-        self.life = SessionLife("c", self.node, lambda: self.content)
+        self.life = SessionLife("c", self.node, lambda leaving: self.content)
         self.effects: list[Any] = []
         self.ended: set[int] = set()
 
@@ -179,7 +179,7 @@ def test_connect_nobody_there() -> None:
     assert written.write.expected is None
     assert written.write.take
     (welcome,) = node.write()
-    assert welcome == Welcome("t1", False, node.row)
+    assert welcome == Welcome("t1", False, node.row, "")
     assert (node.row.owner, node.row.lease, node.row.born, node.row.will) == ("A", 1, "t1", LATER)
     assert node.row.expiry_secs == 60
     assert node.life.serves(node.now)
@@ -767,7 +767,7 @@ def test_a_connect_whose_take_is_in_doubt_is_left_as_lost() -> None:
     node.write()
     node.now = 2.0
     node.node.renewed(2.0)
-    node.life = SessionLife("c", node.node, lambda: node.content)
+    node.life = SessionLife("c", node.node, lambda leaving: node.content)
     node.do(Connect("t2", False, 70, WILL))
     (take,) = node.read()
     node.table.write(take.write)

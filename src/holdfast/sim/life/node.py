@@ -115,7 +115,7 @@ class Hosted:
         self.numbers: dict[int, Callable[[], None]] = {}
         self.timer_at = inf
 
-    def content(self) -> Content:
+    def content(self, leaving: bool) -> Content:
         return self.session.content() if self.session is not None else Content()
 
 
@@ -241,7 +241,7 @@ class SimNode:
                 if isinstance(message, Released):
                     self.truth.said_released(self, client, message.epoch)
                 self._send(to, message)
-            case Welcome(token, present, row):
+            case Welcome(token, present, row, _):
                 self.truth.welcomed(self, hosted.life, token, present, row)
                 hosted.session = SimSession(row)
                 hosted.links[token].welcomed(present)
@@ -616,7 +616,7 @@ def show(what: object) -> str:
             return f"Written {'yes' if verdict.accepted else 'no'}: {show_row(verdict.row)}"
         case Found(number, row, over):
             return f"Found #{number} {show_row(row)}{' lease over' if over else ''}"
-        case Welcome(token, present, row):
+        case Welcome(token, present, row, _):
             return f"Welcome {token}{' present' if present else ''} {show_row(row)}"
         case Send(to, message):
             return f"-> {to.node}: {show(message)}"
