@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.cursors import Cursor
+from holdfast.cursors.cursor_map import CursorMap
 from holdfast.cursors.flush import CursorStore
 from holdfast.errors import RequestError, StoreError
 from holdfast.keys import named_cursor_key, session_cursor_key
@@ -19,6 +20,7 @@ from holdfast.metadata.etcd import EtcdMetadata
 from holdfast.model import Batch, Stream
 from holdfast.mqtt.inbound import Inbound
 from holdfast.runtime.keeper import Keeper
+from holdfast.sessions.packed import StoredCursors, pack_cursors
 from holdfast.sessions.records import SessionRecord, SubscriptionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
@@ -229,7 +231,7 @@ def unreadable(policy: str) -> Session:
     with open_metadata("memory:") as metadata:
         keeper = Keeper(metadata, policy)
         metadata.put(session_cursor_key(S, "me", "#"), b"damaged")
-        record = SessionRecord("me", 100, 1, True, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 4})])
+        record = began({S: 4})
         try:
             return keeper.restore(record, {S: 9})
         finally:
@@ -237,11 +239,11 @@ def unreadable(policy: str) -> Session:
 
 
 def test_the_policy_says_where_a_subscription_with_an_unreadable_cursor_goes_on():
-    assert unreadable("earliest").positions.behind == {S: 4}
+    assert unreadable("earliest").position(S, {}) == 4
     with pytest.raises(RequestError, match="cannot be read"):
         unreadable("error")
     latest = unreadable("latest")
-    assert latest.positions.behind == {S: 9}
+    assert latest.position(S, {}) == 9
     (skipped,) = latest.positions.gaps
     assert (skipped.stream, skipped.first, skipped.past) == (str(S), 4, 9)
     assert "cannot be read" in skipped.reason
@@ -388,38 +390,53 @@ def test_many_session_records_go_together():
 # -- resume ----------------------------------------------------------------------------------------------
 
 
+def done_up_to(pasts: dict[Stream, int]) -> CursorMap:
+    found = CursorMap.done_before(S.generation)
+    for stream, past in pasts.items():
+        found.set(stream, past)
+    return found
+
+
+def began(pasts: dict[Stream, int], epoch: int = 1, connected: bool = True) -> SessionRecord:
+    """A session with one filter that began there."""
+    cursors = pack_cursors(StoredCursors(done_up_to(pasts)))
+    filters = [SubscriptionRecord("#", 1, number=1)]
+    return SessionRecord("me", 100, epoch, connected, subscriptions=filters, cursors=cursors)
+
+
 def test_resume_from_progress(metadata):
     """Seed 002: with a cursor in the store, reading starts at the one after it; ranges above are passed over."""
     key = session_cursor_key(S, "me", "#")
     CursorStore(metadata).save({key: Cursor(12, [(15, 16)], epoch=3)}, 0.0)
-    record = SessionRecord("me", 100, 3, True, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 2})])
+    record = began({S: 2}, epoch=3)
 
     async def work(keeper: Keeper) -> Session:
         return await keeper.call(keeper.restore, record, {S: 20})
 
     session = run(metadata, work)
-    assert session.positions.behind == {S: 13} and session.epoch == 3
     session.attach({S: 20}, 0.0)
+    assert session.positions.behind == {S: 13} and session.epoch == 3
     block = Rows(S, range(13, 20), Batch(["t"] * 7, [b"%d" % n for n in range(13, 20)]), 0)
     assert [block.offsets[i] for i in session.positions.pick(block, session.window)] == [13, 14, 17, 18, 19]
 
 
 def test_without_progress_a_subscription_resumes_where_it_began():
     with open_metadata("memory:") as metadata:
-        record = SessionRecord("me", 100, 1, True, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 2})])
+        record = began({S: 2})
 
         async def work(keeper: Keeper) -> Session:
             return keeper.restore(record, {S: 20, S._replace(generation=3): 4})
 
         session = run(metadata, work)
-        assert session.positions.behind == {S: 2, S._replace(generation=3): 0}, "a younger stream is all its own"
+        assert session.position(S, {}) == 2
+        assert session.position(S._replace(generation=3), {}) == 0, "a younger stream is all its own"
 
 
 def test_messages_that_come_while_a_session_is_fetched_are_not_missed():
     with open_metadata("memory:") as metadata:
         key = session_cursor_key(S, "me", "#")
         CursorStore(metadata).save({key: Cursor(19, epoch=1)}, 0.0)
-        record = SessionRecord("me", 100, 1, False, subscriptions=[SubscriptionRecord("#", 1, since={str(S): 2})])
+        record = began({S: 2}, connected=False)
 
         async def work(keeper: Keeper) -> Session:
             return keeper.restore(record, {S: 20})
@@ -432,22 +449,15 @@ def test_messages_that_come_while_a_session_is_fetched_are_not_missed():
 def test_a_subscription_older_than_a_generation_is_not_cut_short_by_a_younger_one():
     younger = S._replace(generation=3)
     with open_metadata("memory:") as metadata:
-        record = SessionRecord(
-            "me",
-            100,
-            1,
-            True,
-            subscriptions=[
-                SubscriptionRecord("a", 1, since={str(S): 0}),
-                SubscriptionRecord("b", 1, since={str(S): 5, str(younger): 7}),
-            ],
-        )
+        cursors = pack_cursors(StoredCursors(done_up_to({}), {2: done_up_to({S: 5, younger: 7})}))
+        filters = [SubscriptionRecord("a", 1, number=1), SubscriptionRecord("b", 1, number=2)]
+        record = SessionRecord("me", 100, 1, True, subscriptions=filters, cursors=cursors)
 
         async def work(keeper: Keeper) -> Session:
             return keeper.restore(record, {S: 5, younger: 9})
 
         session = run(metadata, work)
-        assert session.positions.behind[younger] == 0
+        assert session.position(younger, {}) == 0
         block = Rows(younger, range(9), Batch(["a", "b", "a", "b", "a", "b", "a", "b", "a"], [b""] * 9), 0)
         assert list(session.positions.pick(block, session.window)) == [0, 2, 4, 6, 7, 8]
 
@@ -461,7 +471,6 @@ def test_under_way_at_a_clean_disconnect_keeps_its_packet_ids():
         assert record.in_flight == {"9": (str(S), 8, 1), "10": (str(S), 9, 1)} and record.disconnected_at == 5.0
 
         async def work(keeper: Keeper) -> Session:
-            session.positions.dirty.update(session.positions.behind)
             await keeper.flush([session], {S: 10})
             await keeper.save(record)
             (found,) = keeper.load_all()

@@ -150,7 +150,7 @@ def test_the_id_of_a_released_delivery_is_not_given_away():
     offer(session, rows(0, ["t"], flags=2))
     sent(session)
     session.window.pubrec(1)
-    session.window._last_id = 65_535
+    session.window.last_id = 65_535
     offer(session, rows(1, ["t"], flags=2))
     assert ids(sent(session)) == [2]
 

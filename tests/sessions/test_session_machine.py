@@ -12,6 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 from deliveries import NO_LIMIT, packets
+from holdfast.runtime.keeper import Keeper
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,7 +20,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.cursors import Cursor
 from holdfast.keys import session_cursor_key
 from holdfast.model import Batch, Stream
-from holdfast.runtime.keeper import Keeper
 from holdfast.sessions.heads import Heads
 from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.records import SessionRecord, record_of

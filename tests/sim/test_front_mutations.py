@@ -187,7 +187,7 @@ def the_window_frees_ids_at_pubrec(patch: Patch) -> None:
     def change(original: Any, self: Any, packet_id: int, reason: int = 0) -> Any:
         found = original(self, packet_id, reason)
         self._in_flight.pop(packet_id, None)
-        self._last_id = packet_id - 1
+        self.last_id = packet_id - 1
         return found
 
     wrap(patch, Window, "pubrec", change)

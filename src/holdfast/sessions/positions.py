@@ -256,6 +256,8 @@ class Positions:
                 self._bring_up(stream, head, flying.get(stream, ()), first_waiting.get(stream))
             elif stream in self.behind:
                 self.done.set(stream, self.behind[stream])  # dropped: whoever comes to read it will see
+            elif stream not in flying and stream not in first_waiting:
+                self.done.set(stream, DONE)  # dropped, and all of it was sent
         return further
 
     def _bring_up(self, stream: Stream, head: int, flying: Sequence[int], waiting: int | None) -> None:
