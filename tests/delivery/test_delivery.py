@@ -310,3 +310,19 @@ def test_what_nobody_in_the_group_takes_holds_nothing_up():
     world.commit("a", b"1", b"x" * 200, b"3")
     assert world.got[outlet] == [b"1", b"3"]
     assert feed.too_large == [1] and not feed.refused
+
+
+def test_a_loan_takes_of_what_was_read_for_a_neighbour_only_what_it_has_not_had():
+    world = World()
+    world.commit("a", *(b"%d" % n for n in range(12)))
+    outlet = world.client()
+    feed = world.loan(outlet, "a", at=5, key="message")
+    [fetch] = world.fetches
+    assert not fetch.request.shared, "a whole stream has one reader"
+    blocks = [
+        Rows(S, range(first, past), Batch(["a"] * (past - first), [b"%d" % n for n in range(first, past)]), 0)
+        for first, past in ((0, 2), (2, 12))
+    ]
+    world.give(dv.FetchDone(fetch.reader, Fetched(12, blocks)))
+    assert world.got[outlet] == [b"%d" % n for n in range(5, 12)]
+    assert feed.next_offset == 12 and feed.take_news() == ()

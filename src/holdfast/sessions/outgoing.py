@@ -23,7 +23,7 @@ from holdfast.sessions.window import PACKET_ID_MAX, RELEASED, Delivery, Origin, 
 
 V5 = 5
 WHOLE_BLOCK = 4
-"""A wait for less than one in this many rows of a block keeps those rows, not the block."""
+"""A wait for less than one in this many rows of a block keeps those rows, not the block; every fourth row is enough."""
 
 
 class Feed(Origin, Protocol):
@@ -80,7 +80,7 @@ class Outgoing:
     def put(self, rows: Rows, picks: Sequence[int], feed: Feed | None = None) -> None:
         if not picks:
             return
-        if len(picks) * WHOLE_BLOCK < len(rows.topics):
+        if (len(picks) + 1) * WHOLE_BLOCK < len(rows.topics):
             rows, picks = rows.take(picks), range(len(picks))
         self._queue.append(_Waiting(rows, picks, feed))
         self.rows += len(picks)

@@ -80,9 +80,11 @@ class LoanFeed:
 
     def choose(self, rows: Rows, picks: Sequence[int], past: int) -> Sequence[int]:
         """Which of the matching rows are this loan's to deliver; everything else below `past` is passed over."""
+        if past <= self.next_offset:
+            return ()  # read for a neighbour, who began before
         offsets = rows.offsets
         if picks and offsets[picks[0]] < self.next_offset:
-            picks = [at for at in picks if offsets[at] >= self.next_offset]
+            picks = self._not_before(picks, offsets)
         mine = self.done.chosen(picks, offsets, rows.publishers, rows.topics)
         if self.parked:
             mine = [at for at in mine if offsets[at] not in self.parked]
@@ -91,6 +93,12 @@ class LoanFeed:
         else:
             self._pass_over([offsets[at] for at in mine], past)
         return mine
+
+    def _not_before(self, picks: Sequence[int], offsets: Sequence[int]) -> Sequence[int]:
+        """Without those that lie before what is read next."""
+        if isinstance(picks, range) and picks.step == 1 and isinstance(offsets, range):
+            return picks[self.next_offset - offsets[picks[0]] :]
+        return [at for at in picks if offsets[at] >= self.next_offset]
 
     def _pass_over(self, chosen: Sequence[int], past: int) -> None:
         """Of the offsets that may be ours, those below `past` that were not chosen are done with."""

@@ -130,7 +130,11 @@ class SimDelivery:
         failed = disk.fails(disk.fetch_fails)
         found = Fetched(0, ())
         if not failed:
-            found = disk.log.read(asked.stream, asked.at, asked.until, asked.wanted, fetch.bytes_max)
+            # What was read for a neighbour, who began before.
+            before = self.world.rng.randint(0, min(3, asked.at)) if asked.shared else 0
+            found = disk.log.read(asked.stream, asked.at - before, asked.until, asked.wanted, fetch.bytes_max)
+            if before and found.past <= asked.at:
+                found = disk.log.read(asked.stream, asked.at, asked.until, asked.wanted, fetch.bytes_max)
         yield self.world.rng.random() * disk.seconds
         self.fetching[outlet] -= fetch.bytes_max
         self.handle(dv.FetchFailed(fetch.reader) if failed else dv.FetchDone(fetch.reader, found))
