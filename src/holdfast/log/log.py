@@ -45,6 +45,7 @@ from holdfast.model import (
     check_log_name,
     now_micros,
 )
+from holdfast.restarts import Failure
 from holdfast.topics import TopicFilter, Wanted, check_topic, prefixes
 
 SHARDS = 16
@@ -412,6 +413,11 @@ class Log:
         thread that made the append, or on the watcher's; it must be quick and must not raise.
         """
         return self._watcher.add(callback)
+
+    @property
+    def watch_failure(self) -> Failure | None:
+        """Why hints of other processes' appends are missing; None: all is well."""
+        return self._watcher.failure
 
     def close(self) -> None:
         """Close the store, and with it everything got from it."""

@@ -151,6 +151,8 @@ class Node:
         self._watch = self.log.watch(
             lambda log: None if self.ingest.is_writing_here() else _from_thread(loop, self._hinted, log)
         )
+        self.supervisor.look_after(lambda: self.log.watch_failure)
+        self.supervisor.look_after(lambda: self.metadata.watch_failure)
         self.supervisor.run("follow", self.delivery.follow)
         self.supervisor.run_thread("writer", self.ingest.write)
         await self.sessions.load()
@@ -223,6 +225,7 @@ class Node:
         """Once in a while: rights that changed, wills that are due, sessions that have expired."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
+            self.supervisor.check()
             self.front.refresh_rights()
             self.wills.send_due()
             await self.sessions.expire_due()

@@ -172,6 +172,10 @@ class SimMetadata(Metadata):
     def watch(self, prefix: str, wake: Callable[[], None] | None = None) -> Watch:
         raise NotImplementedError
 
+    @property
+    def watch_failure(self) -> None:
+        return None
+
     def lease(self, ttl_seconds: float) -> Lease:
         raise NotImplementedError
 
