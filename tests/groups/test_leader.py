@@ -738,8 +738,33 @@ def test_a_batch_member_cannot_acknowledge_what_does_not_exist() -> None:
     assert kinds(looks) == ["WatchStreams"], "the log may have grown: see first"
     for _ in range(3):
         looks = machine.handle(StreamsSeen((StreamInfo(stream(0), None, 12),)), 1.3)
-    assert sent(looks, RenewStreamLease)
-    assert machine.group_streams.progress[stream(0)].floor == 12
+    assert kinds(looks) == ["Disbelieved"], "nothing of it counts: its lease ends, and it starts over"
+    assert machine.group_streams.progress[stream(0)].floor == 0
+
+
+def test_who_carries_progress_beyond_the_end_of_a_stream_joins_without_it() -> None:
+    """The store may have been put back from a copy: who is refused for ever cannot start over."""
+    machine = leader(infos=[StreamInfo(stream(0), None, 10), StreamInfo(stream(1), None, 5)])
+    leased(machine, A, 1.0)
+    gone = piece(9)
+    carried = tuple(
+        Carried(p, COURSE, mark) for p, mark in ((piece(0), Mark(50)), (piece(1), Mark(4)), (gone, Mark(4)))
+    )
+    machine.handle(find(MemberId("a", 2), 1.2, carried=carried), 1.2)
+    for _ in range(3):
+        machine.handle(StreamsSeen((StreamInfo(stream(0), None, 10), StreamInfo(stream(1), None, 5))), 1.3)
+    assert {s.shard: p.floor for s, p in machine.group_streams.progress.items()} == {0: 0, 1: 5}
+
+
+def test_a_batch_member_that_has_left_is_not_seated_again_by_what_was_held_back() -> None:
+    machine = leader(infos=[StreamInfo(stream(0), None, 10)])
+    leased(machine, A, 1.0)
+    machine.handle(find(A, 1.2, carried=(Carried(piece(0), COURSE, Mark(50)),)), 1.2)
+    machine.handle(LeaveGroup(A, Address("n2", "batch", "x"), machine.group, ""), 1.3)
+    tick(machine, 1.4)
+    for _ in range(3):
+        machine.handle(StreamsSeen((StreamInfo(stream(0), None, 10),)), 1.5)
+    assert A not in machine.seats
 
 
 def test_what_a_batch_member_did_in_a_stream_that_has_grown_is_believed_at_the_next_look() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
@@ -38,8 +36,6 @@ class Client:
 class Bench:
     def __init__(self, places_max: int = 10, enabled: bool = True):
         self.sent: list[tuple[Address, Any]] = []
-        self.known: dict[Stream, int] = {S: 10}
-        self.stored: dict[Stream, int] = {S: 10}
         self.work: list[Any] = []
         self.members = BatchMembers(
             node_id="n1",
@@ -48,13 +44,8 @@ class Bench:
             may_subscribe=lambda identity, text: True,
             send=lambda to, message: self.sent.append((to, message)),
             declare=lambda group, start: pytest.fail("not asked for"),
-            known_ends=lambda: self.known,
-            find_ends=self._find_ends,  # type: ignore[arg-type]
             spawn=self.work.append,
         )
-
-    async def _find_ends(self, streams: Iterable[Stream]) -> dict[Stream, int]:
-        return {stream: self.stored[stream] for stream in streams if stream in self.stored}
 
     def connect(self, client_id: str, group: GroupId = G) -> Client:
         client = Client(client_id)
@@ -63,11 +54,6 @@ class Bench:
 
     def say(self, client: Client, message: Any, group: GroupId = G) -> tuple[int, str]:
         return self.members.publish(client, client.way("from", group), wire.encode(message))
-
-    def run_work(self) -> None:
-        work, self.work = self.work, []
-        for each in work:
-            asyncio.run(each)
 
 
 def wanted(client: Client, incarnation: int = 1, number: int = 1, life: int = 1, carried: Any = ()) -> m.FindLeader:
@@ -159,48 +145,6 @@ def test_too_many_marks_or_ranges_are_refused(monkeypatch):
     ranges = Mark(-1, tuple((n, n) for n in range(1, 9, 2)))
     assert bench.say(client, wanted(client, carried=[m.Carried(Piece(S), "b.0", ranges)]))[0] == FORMAT_INVALID
     assert bench.sent == []
-
-
-def test_progress_beyond_the_end_of_a_stream_is_refused(caplog):
-    bench = Bench()
-    client = bench.connect("spark")
-    bench.say(client, states(client, Mark(10)))
-    bench.run_work()
-    assert bench.sent == [] and "beyond the end" in caplog.text
-    bench.say(client, states(client, Mark(9)))
-    assert len(bench.sent) == 1, "all there is may be acknowledged"
-
-
-def test_who_carries_progress_beyond_the_end_of_a_stream_joins_without_it():
-    """The store may have been put back from a copy: who is refused for ever cannot start over."""
-    bench = Bench()
-    client = bench.connect("spark")
-    other = Stream("messages", 1, 1)
-    bench.known[other] = bench.stored[other] = 5
-    carried = [m.Carried(Piece(S), "b.0", Mark(2, ((5, 1 << 40),))), m.Carried(Piece(other), "b.0", Mark(4))]
-    bench.say(client, wanted(client, carried=carried))
-    bench.run_work()
-    ((_, message),) = bench.sent
-    assert message.carried == (carried[1],)
-
-
-def test_a_member_that_knows_more_than_this_node_is_believed_if_the_store_agrees():
-    bench = Bench()
-    bench.stored[S] = 50
-    client = bench.connect("spark")
-    bench.say(client, states(client, Mark(49)))
-    bench.run_work()
-    assert len(bench.sent) == 1
-
-
-def test_nothing_can_be_carried_about_streams_that_nobody_knows():
-    bench = Bench()
-    client = bench.connect("spark")
-    invented = [m.Carried(Piece(Stream("messages", n, 9)), "b.0", Mark(5)) for n in range(3)]
-    bench.say(client, wanted(client, carried=[*invented, m.Carried(Piece(S), "b.0", Mark(5))]))
-    bench.run_work()
-    ((_, message),) = bench.sent
-    assert [carried.piece.stream for carried in message.carried] == [S]
 
 
 @pytest.mark.parametrize(

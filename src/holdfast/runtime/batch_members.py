@@ -12,10 +12,9 @@ not.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -29,7 +28,7 @@ from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.groups.shares import check_group_name
 from holdfast.machine import Address
-from holdfast.model import Start, Stream
+from holdfast.model import Start
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.control_topics import ControlClient
 from holdfast.topics import check_filter
@@ -97,13 +96,11 @@ class BatchMembers:
         may_subscribe: Callable[[Identity, str], bool],
         send: Callable[[Address, Any], None],
         declare: Callable[[GroupId, Start | None, Key], Coroutine[Any, Any, GroupRecord]],
-        known_ends: Callable[[], Mapping[Stream, int]],
-        find_ends: Callable[[Iterable[Stream]], asyncio.Future[dict[Stream, int]]],
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
     ):
         self._node_id, self._enabled, self._places_max = node_id, enabled, places_max
         self._may_subscribe, self._send, self._declare_group = may_subscribe, send, declare
-        self._known_ends, self._find_ends, self._spawn = known_ends, find_ends, spawn
+        self._spawn = spawn
         self._places: dict[str, BatchPlace] = {}
         """By the name in the member's address."""
         self._of_client: dict[ControlClient, set[str]] = {}
@@ -176,11 +173,7 @@ class BatchMembers:
             message = self._read(client, way, payload)
             place = self._place(client, way, message)
             self._count_seats(_name(client.client_id, way.group), message.member, time.monotonic())
-            if beyond := _beyond(message, self._known_ends()):
-                # This node may know less than a member that reads the store itself: ask the store.
-                self._spawn(self._route_if_possible(way, place, message, beyond))
-            else:
-                self._route(way, place, message)
+            self._route(way, place, message)
         except RequestError as error:
             return Reason.PAYLOAD_FORMAT_INVALID, str(error)
         except PeerError as error:
@@ -236,25 +229,6 @@ class BatchMembers:
             )
         seats[mine] = now
 
-    async def _route_if_possible(
-        self, way: Way, place: BatchPlace, message: FromBatchMember, beyond: set[Stream]
-    ) -> None:
-        """Progress beyond a stream's end would make the group pass over messages that do not exist yet."""
-        try:
-            ends = await self._find_ends(beyond)
-        except HoldfastError as error:
-            logger.warning("what %s says cannot be checked: %s", message.member, error)
-            return  # it says it again
-        false = {piece for piece, mark in _marks(message) if _top(mark) >= ends.get(piece.stream, OFFSET_MAX)}
-        if false:
-            names = ", ".join(sorted(map(str, false))[:5])
-            logger.warning("%s reports progress beyond the end of %s: refused", message.member, names)
-            if isinstance(message, m.UpdateStreamStates) and not false.isdisjoint(r.piece for r in _reports(message)):
-                return  # its lease ends, and it starts over
-        # A member that carries what cannot be, or streams that nobody knows (any more), may join without that.
-        known = (c for c in message.carried if c.piece.stream not in beyond or c.piece.stream in ends)
-        self._route(way, place, replace(message, carried=tuple(c for c in known if c.piece not in false)))
-
     def _route(self, way: Way, place: BatchPlace, message: FromBatchMember) -> None:
         message = replace(message, reply_to=Address(self._node_id, "batch", _name(message.member.session, way.group)))
         registry = Address(self._node_id, "registry")
@@ -293,15 +267,6 @@ class BatchMembers:
 def _name(client_id: str, group: GroupId) -> str:
     """Escaped, so that no client can choose an id that makes its name another's."""
     return f"{quote(client_id, safe='')}/{group}"
-
-
-def _top(mark: Mark) -> int:
-    return mark.acked[-1][1] if mark.acked else mark.offset
-
-
-def _beyond(message: FromBatchMember, ends: Mapping[Stream, int]) -> set[Stream]:
-    """Streams that go further, by this message, than we know them to."""
-    return {piece.stream for piece, mark in _marks(message) if _top(mark) >= ends.get(piece.stream, 0)}
 
 
 def _marks(message: FromBatchMember) -> list[tuple[Piece, Mark]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import HoldfastError, RequestError, UnknownStream
+from holdfast.errors import HoldfastError, RequestError
 from holdfast.groups.protocol import effects as fx
 from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Policy
@@ -188,19 +188,6 @@ class GroupStore:
             if h.stream not in kept
         ]
         return tuple(infos)
-
-    def ends(self, streams: Iterable[Stream]) -> dict[Stream, int]:
-        """Where these streams end just now, the lake's included; those that nobody knows are missing."""
-        found, lake = {}, None
-        for stream in streams:
-            try:
-                found[stream] = self.log.head(stream).next_offset
-            except UnknownStream:
-                if lake is None:
-                    lake = {head.stream: head.next_offset for head in self.history.heads(self._name)}
-                if stream in lake:
-                    found[stream] = lake[stream]
-        return found
 
     # -- records -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -333,13 +333,12 @@ class GroupHost:
                 self._look([driver])
             case fx.Trimmed(group, skipped):
                 self._spawn(self._trimmed(group, skipped))
+            case fx.Disbelieved(group, member, pieces):
+                names = ", ".join(map(str, pieces[:5]))
+                logger.warning("group %s: %s reports progress beyond the end of %s: refused", group, member, names)
             case fx.Retire(group, epoch, clean):
                 self._leader_ended(driver, group, epoch, clean)
         return None
-
-    def find_ends(self, streams: Iterable[Stream]) -> asyncio.Future[dict[Stream, int]]:
-        """Where these streams end, as the store says."""
-        return self.threads.bulk(self.store.ends, tuple(streams))
 
     # -- streams -----------------------------------------------------------------------------------------
 

@@ -99,8 +99,6 @@ class Node:
             may_subscribe=self.auth.acl.may_subscribe,
             send=self.groups.send,
             declare=self.groups.declare,
-            known_ends=self.delivery.machine.every_head,
-            find_ends=self.groups.find_ends,
             spawn=self.spawn,
         )
         self.groups.register("batch", batch_members.deliver)

@@ -25,7 +25,9 @@ RUN_MANY: dict[str, Callable[[int, int, Callable[[int, int], None]], list[Failur
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m holdfast.sim", description=__doc__)
-    parser.add_argument("--seeds", default="0:200", metavar="FIRST:PAST", help="which seeds to run (default 0:200)")
+    parser.add_argument(
+        "--seeds", type=span, default=range(200), metavar="FIRST:PAST", help="which seeds to run (default 0:200)"
+    )
     parser.add_argument("--seed", type=int, help="replay this one")
     parser.add_argument("--world", choices=list(RUN), help="only this world (default: both)")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: print every effect")
@@ -44,8 +46,16 @@ def replay(world: str, seed: int, *, verbose: bool) -> int:
     return 1 if outcome.failure else 0
 
 
-def run_range(world: str, seeds: str) -> int:
-    first, _, past = seeds.partition(":")
+def span(text: str) -> range:
+    """`FIRST:PAST`, or `PAST` alone for the first so many."""
+    first, colon, past = text.rpartition(":")
+    try:
+        return range(int(first) if colon else 0, int(past))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected FIRST:PAST, such as 0:2000, got {text!r}") from None
+
+
+def run_range(world: str, seeds: range) -> int:
     began = time.monotonic()
 
     def on_progress(done: int, failed: int) -> None:
@@ -53,10 +63,10 @@ def run_range(world: str, seeds: str) -> int:
             seconds = time.monotonic() - began
             print(f"\r{world}: {done} seeds, {failed} failed, {seconds:.0f} s", end="", file=sys.stderr)
 
-    failures = RUN_MANY[world](int(first), int(past), on_progress)
+    failures = RUN_MANY[world](seeds.start, seeds.stop, on_progress)
     for failure in failures:
         print(f"{world}: {failure}")
-    print(f"{world}: seeds {seeds}: {len(failures)} failed, {time.monotonic() - began:.1f} s")
+    print(f"{world}: seeds {seeds.start}:{seeds.stop}: {len(failures)} failed, {time.monotonic() - began:.1f} s")
     return 1 if failures else 0
 
 

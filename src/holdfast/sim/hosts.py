@@ -16,6 +16,7 @@ from holdfast.groups.leading.registry import Registry
 from holdfast.groups.member.agent import farewell
 from holdfast.groups.protocol.effects import (
     Claim,
+    Disbelieved,
     Effect,
     GroupSend,
     Load,
@@ -232,7 +233,7 @@ class LeaderActor(Actor):
                 world.after(0.001 + world.rng.random() * world.faults.save_seconds, self, Loaded(record, progress))
             case WatchStreams():
                 world.after(0.001, self, StreamsSeen(world.log.infos()))
-            case Trimmed():
+            case Trimmed() | Disbelieved():
                 pass  # what is lost is for people to know
             case Retire(clean=clean):
                 self.node.leader_gone(self, clean=clean)

@@ -26,7 +26,7 @@ from holdfast.groups.leading.lender import Lender
 from holdfast.groups.leading.seats import BATCH, BORROWER, Seat, superseded, waiting_key
 from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.leading.vetting import FromBatchMember, Vetting
-from holdfast.groups.protocol.effects import LeaderEffect, Load, Retire, Trimmed, WatchStreams
+from holdfast.groups.protocol.effects import Disbelieved, LeaderEffect, Load, Retire, Trimmed, WatchStreams
 from holdfast.groups.protocol.events import (
     Deposed,
     Loaded,
@@ -249,13 +249,16 @@ class Leader:
 
     def _on_believed(self, message: FromBatchMember, now: float) -> list[LeaderEffect]:
         assert self.record is not None
-        match self._vetting.believed(message, self.record):
+        believed, false = self._vetting.believed(message, self.record)
+        effects: list[LeaderEffect] = [Disbelieved(self.group, message.member, tuple(false))] if false else []
+        match believed:
             case UpdateStreamStates() as states:
-                return self._on_states(states, now)
+                effects += self._on_states(states, now)
             case FindLeader() as find:
-                return self._on_join(find, now)
+                effects += self._on_join(find, now)
             case LeaveGroup() as disconnect:
-                return self._on_disconnect(disconnect, now)
+                effects += self._on_disconnect(disconnect, now)
+        return effects
 
     def _distrusted(self, event: LeaderEvent, now: float) -> list[LeaderEffect]:
         """Facts are taken in; nothing is said, saved or lent until the lease is known to stand."""

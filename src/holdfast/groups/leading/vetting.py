@@ -1,7 +1,9 @@
 """What a batch member says about progress, before it is believed: it is a client, and may say anything.
 
-    beyond the end of a stream         the log is looked at again, and what is beyond it then is cut off
-    carried, but never leased to it    cut out: the record says which pieces each client was ever leased
+    progress beyond a stream's end     the log is looked at again; if it is beyond it then too, nothing of the message
+                                       counts: its lease ends, and the member starts over
+    carried beyond a stream's end      left out: who joins with it has to be able to start over
+    carried, but never leased to it    left out: the record says which pieces each client was ever leased
 
 A loan that somebody else holds is found out by its number, as with any member. Borrowers are the node's own
 machines; what they say is not vetted.
@@ -12,17 +14,14 @@ waits for a look at the log, and only what goes beyond several looks is not beli
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from holdfast.groups.leading.streams import GroupStreams
-from holdfast.groups.protocol.messages import Carried, FindLeader, LeaveGroup, Report, UpdateStreamStates
+from holdfast.groups.protocol.messages import FindLeader, LeaveGroup, UpdateStreamStates
 from holdfast.groups.protocol.nouns import Mark, Piece
 from holdfast.groups.record import GroupRecord
 
 FromBatchMember = FindLeader | UpdateStreamStates | LeaveGroup
-Told = TypeVar("Told", Carried, Report)
 
 LOOKS_MAX = 3
 """A look that was under way when the message came may be older than it, and so may the one after that."""
@@ -48,6 +47,10 @@ class Vetting:
     def hold(self, message: FromBatchMember) -> bool:
         """Does it say more than is known to be possible? Then it is kept until the log has been looked at."""
         key = (type(message).__name__, message.member.session)
+        if isinstance(message, LeaveGroup):
+            # Whoever leaves has nothing more to say: what it said before would seat it again.
+            for held in [held for held in self._held if held[1] == key[1]]:
+                del self._held[held]
         if self._possible(message) or (key not in self._held and len(self._held) >= CLIENTS_MAX):
             return False
         self._held[key] = HeldBack(message)
@@ -66,23 +69,24 @@ class Vetting:
     def _possible(self, message: FromBatchMember) -> bool:
         if self._streams.seen is None:
             return not _marks(message)
-        heads = self._streams.heads
-        return all(
-            mark.top < heads.get(piece.stream, 0) or piece.stream not in heads for piece, mark in _marks(message)
-        )
+        return all(self._exists(piece, mark) for piece, mark in _marks(message))
 
-    def believed(self, message: FromBatchMember, record: GroupRecord) -> FromBatchMember:
-        """What is left of it."""
+    def believed(self, message: FromBatchMember, record: GroupRecord) -> tuple[FromBatchMember | None, list[Piece]]:
+        """What is left of it, and the pieces of which it says what cannot be."""
         leased = record.leased.get(message.member.session, ())
-        carried = self._cut(each for each in message.carried if each.piece in leased)
-        if isinstance(message, UpdateStreamStates):
-            states, old_states = self._cut(message.states), self._cut(message.old_states)
-            return replace(message, carried=carried, states=states, old_states=old_states)
-        return replace(message, carried=carried)
-
-    def _cut(self, told: Iterable[Told]) -> tuple[Told, ...]:
+        false = [piece for piece, mark in _marks(message) if not self._exists(piece, mark)]
         heads = self._streams.heads
-        return tuple(each._replace(mark=each.mark.below(heads.get(each.piece.stream, 0))) for each in told)
+        carried = tuple(c for c in message.carried if c.piece in leased and c.piece not in false)
+        if isinstance(message, UpdateStreamStates):
+            if not {report.piece for report in (*message.states, *message.old_states)}.isdisjoint(false):
+                return None, false
+            return replace(message, carried=carried), false
+        return replace(message, carried=tuple(c for c in carried if c.piece.stream in heads)), false
+
+    def _exists(self, piece: Piece, mark: Mark) -> bool:
+        """Of streams that are gone anything may be said: nobody takes it in."""
+        heads = self._streams.heads
+        return mark.top < heads.get(piece.stream, 0) or piece.stream not in heads
 
 
 def _marks(message: FromBatchMember) -> list[tuple[Piece, Mark]]:

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.groups.protocol.messages import GroupMessage
-from holdfast.groups.protocol.nouns import NO_LIMIT, NO_POLICY, GroupId, Key, Layer, Loan, Mark, MemberId, Policy
+from holdfast.groups.protocol.nouns import (
+    NO_LIMIT,
+    NO_POLICY,
+    GroupId,
+    Key,
+    Layer,
+    Loan,
+    Mark,
+    MemberId,
+    Piece,
+    Policy,
+)
 from holdfast.machine import Send
 from holdfast.model import Stream
 
@@ -135,6 +146,15 @@ class Trimmed:
 
 
 @dataclass(frozen=True, slots=True)
+class Disbelieved:
+    """A batch member reports progress beyond the end of these: nothing came of it. Somebody should know."""
+
+    group: GroupId
+    member: MemberId
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Answer `Saved` once it is durable, before any other event; `SaveFailed` if it is not, or nobody knows.
 
@@ -232,6 +252,6 @@ GroupSend = Send[GroupMessage]
 MemberEffect = (
     GroupSend | StartReading | ChangeLargestPacket | StopReading | Abandon | Redeliver | Park | Joined | Ended
 )
-LeaderEffect = GroupSend | Load | WatchStreams | Trimmed | Save | Retire
+LeaderEffect = GroupSend | Load | WatchStreams | Trimmed | Disbelieved | Save | Retire
 RegistryEffect = GroupSend | OpenLease | RenewLease | Claim | Resign | StartLeader | StopLeader | TrustUntil
 Effect = MemberEffect | LeaderEffect | RegistryEffect

@@ -86,13 +86,6 @@ class Mark(NamedTuple):
         """The highest offset it says anything about."""
         return self.acked[-1][1] if self.acked else self.offset
 
-    def below(self, end: int) -> Mark:
-        """What it says about offsets below `end`."""
-        if self.top < end:
-            return self
-        acked = tuple((first, min(last, end - 1)) for first, last in self.acked if first < end)
-        return Mark(min(self.offset, end - 1), acked)
-
     def __str__(self) -> str:
         return str(self.offset) + "".join(f"+{first}..{last}" for first, last in self.acked)
 
