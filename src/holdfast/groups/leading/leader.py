@@ -405,6 +405,8 @@ class Leader:
     def _retire(self, now: float) -> list[LeaderEffect]:
         self._retire_at = inf
         self._retiring = True
+        if self.record and not self.seats:
+            self._note_idle(self.record, now)  # whoever led before may have died together with the last member
         return self._go(now) if self._may_go() else []
 
     def _may_go(self) -> bool:
@@ -590,8 +592,13 @@ class Leader:
         self._place_soon(now)
         if not self.seats:
             self._retire_at = now + self.settings.linger_seconds
-            if self.record and self.record.idle_seconds_max is not None:
-                self._write(replace(self.record, idle=True), now)
+            if self.record:
+                self._note_idle(self.record, now)
+
+    def _note_idle(self, record: GroupRecord, now: float) -> None:
+        """Nobody is in the group: its time runs, if it has any."""
+        if record.idle_seconds_max is not None and not record.idle:
+            self._write(replace(record, idle=True), now)
 
     def _count_on(self, seat: Seat, now: float) -> float:
         """How long the member may go on from when it asked; its seat is kept at least as long."""
