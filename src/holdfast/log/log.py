@@ -17,13 +17,13 @@ from holdfast.log import blocks, index, small
 from holdfast.log.cache import BlockCache
 from holdfast.log.contract import (
     Appended,
+    AppendKey,
     Backend,
     BlockEntry,
     Chunk,
     Data,
     Generation,
     Head,
-    Key,
     NewBlock,
     Placed,
     Reading,
@@ -144,7 +144,7 @@ class Log:
         batch: Batch,
         *,
         expect: Mapping[int, int] | None = None,
-        key: Key | None = None,
+        key: AppendKey | None = None,
         retained: Sequence[Retained] = (),
     ) -> Appended:
         """Append a batch: one block per touched stream, all in one transaction, durable on return.
@@ -181,7 +181,7 @@ class Log:
         generation: int,
         split: Sequence[tuple[int, Batch, Sequence[int] | None]],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         retained: Sequence[Retained],
     ) -> Appended | None:
         now = self.clock()

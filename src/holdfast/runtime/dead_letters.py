@@ -30,7 +30,7 @@ from holdfast.errors import HoldfastError, RequestError
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.keys import dead_letters_key
 from holdfast.log import Log
-from holdfast.log.contract import Key
+from holdfast.log.contract import AppendKey
 from holdfast.log.history import History
 from holdfast.metadata import Metadata
 from holdfast.model import Batch, Stream
@@ -149,7 +149,7 @@ class DeadLetterStore:
         if gone:
             logger.warning("%s: %d messages cannot be read any more: no dead letter is left of them", stream, len(gone))
         if found:
-            key = Key(f"dead-letters/{ledger.course}/{stream}", ledger.sequence)
+            key = AppendKey(f"dead-letters/{ledger.course}/{stream}", ledger.sequence)
             self._log.append(DEAD_LETTERS, _batch(group, stream, found, attempts), key=key)
             logger.warning(
                 "group %s: %d messages of %s (offsets %d..%d) were not acknowledged or too large; see log %s",

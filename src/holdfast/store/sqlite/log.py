@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.log.contract import (
+    AppendKey,
     BlockEntry,
     Data,
     Generation,
     GenerationSealed,
     Head,
-    Key,
     Landed,
     NewBlock,
     Retained,
@@ -78,7 +78,7 @@ class SqliteLog:
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
     ) -> tuple[list[Landed], bool] | None:

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.errors import StoreError
-from holdfast.log.contract import GenerationSealed, Key, Landed, NewBlock, Retained, check_expected, placed_from
+from holdfast.log.contract import AppendKey, GenerationSealed, Landed, NewBlock, Retained, check_expected, placed_from
 from holdfast.model import Micros
 from holdfast.store.in_sql.database import Row, Rows
 
@@ -40,7 +40,7 @@ class SqliteTransaction:
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
     ) -> tuple[list[Landed], bool]:
