@@ -56,6 +56,8 @@ class Asked:
     """Where it was told to start, by stream."""
     done_at: int | None = None
     """What is published from here on is."""
+    qos: int = 0
+    """The strongest QoS it may have: until the SUBACK a crash may bring back the options from before."""
     again: set[Place] = field(default_factory=set)
     """Acknowledged before it was told to start there, and so to come once more."""
     checked: dict[Stream, int] = field(default_factory=dict)
@@ -188,7 +190,7 @@ class Truth:
     ) -> None:
         consumer = self.consumers[client]
         old = consumer.asked.get(subscription.filter)
-        asked = Asked(subscription, asked_at, starts)
+        asked = Asked(subscription, asked_at, starts, qos=max(subscription.qos, old.qos if old is not None else 0))
         if old is not None and starts is not None:
             asked.asked_at = old.asked_at
         consumer.asked[subscription.filter] = asked
@@ -198,7 +200,8 @@ class Truth:
 
     def changes(self, client: str, subscription: Subscription) -> None:
         """Subscribed to again, from where it is."""
-        self.consumers[client].asked[subscription.filter].subscription = subscription
+        asked = self.consumers[client].asked[subscription.filter]
+        asked.subscription, asked.qos = subscription, max(subscription.qos, asked.qos)
 
     def _goes_back(self, consumer: Consumer, stream: Stream, at: int, asked: Asked) -> None:
         """What this filter matches from here on is delivered again."""
@@ -214,7 +217,10 @@ class Truth:
 
     def subscribed(self, client: str, filter_text: str) -> None:
         asked = self.consumers[client].asked.get(filter_text)
-        if asked is not None and asked.done_at is None:
+        if asked is None:
+            return
+        asked.qos = asked.subscription.qos
+        if asked.done_at is None:
             asked.done_at = self.number()
 
     def unsubscribed(self, client: str, filter_text: str) -> None:
@@ -446,7 +452,7 @@ class Truth:
             self.fail(
                 "only what was asked for", f"{name} is sent {place} {row.topic}, subscribed to {[*consumer.asked]}"
             )
-        if qos > max((asked.subscription.qos for asked in meant), default=2):
+        if qos > max((asked.qos for asked in meant), default=2):
             self.fail("MQTT", f"{name} is sent {place} with QoS {qos}")
         if not qos:
             consumer.take(place)
