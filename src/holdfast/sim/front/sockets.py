@@ -51,7 +51,8 @@ class Socket:
         self.lost = False
         """The node knows that it is over."""
         self.closing = False
-        self._node_reads = True
+        self.node_reads = True
+        """The node takes what comes."""
         self._full = False
         self._client_eof = self._node_eof = False
         self._eof_heard = False
@@ -62,7 +63,8 @@ class Socket:
         return 0.001 if self.world.healing else self._slow_seconds
 
     @property
-    def _piece(self) -> int:
+    def piece(self) -> int:
+        """What is on its way at a time, at most."""
         return 8000 if self.world.healing else self._small_piece
 
     # -- the node's end ------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class Socket:
     def close(self) -> None:
         """Send what is left, then close."""
         self.closing = True
-        self._node_reads = False
+        self.node_reads = False
         if not self.buffer:
             self.world.after(0.0, self._lose)
         self._move_out()
@@ -94,11 +96,11 @@ class Socket:
         self.world.after(0.0, self._lose)
 
     def pause_reading(self) -> None:
-        self._node_reads = False
+        self.node_reads = False
 
     def resume_reading(self) -> None:
         if not self.closing:
-            self._node_reads = True
+            self.node_reads = True
             self._move_in()
 
     def _lose(self) -> None:
@@ -160,10 +162,10 @@ class Socket:
 
     def _moved_in(self) -> None:
         self._moving_in = False
-        if self.lost or self.vanished or not self._node_reads or not self.life.alive:
+        if self.lost or self.vanished or not self.node_reads or not self.life.alive:
             return
         if self._inward:
-            size = self.world.rng.randint(1, self._piece)
+            size = self.world.rng.randint(1, self.piece)
             data = bytes(self._inward[:size])
             del self._inward[:size]
             self.server.data_received(data)
@@ -182,7 +184,7 @@ class Socket:
         self._moving_out = False
         if self.vanished or self.lost or not self.life.alive:
             return
-        room = self._piece if self.client_reads else KERNEL_BYTES - len(self._kernel)
+        room = self.piece if self.client_reads else KERNEL_BYTES - len(self._kernel)
         if room > 0 and self.buffer:
             size = min(room, len(self.buffer))
             self._kernel += self.buffer[:size]
