@@ -58,6 +58,8 @@ class Asked:
     """What is published from here on is."""
     qos: int = 0
     """The strongest QoS it may have: until the SUBACK a crash may bring back the options from before."""
+    before: Asked | None = None
+    """What it replaces: until the SUBACK a crash may bring it back."""
     again: set[Place] = field(default_factory=set)
     """Acknowledged before it was told to start there, and so to come once more."""
     checked: dict[Stream, int] = field(default_factory=dict)
@@ -192,7 +194,8 @@ class Truth:
     ) -> None:
         consumer = self.consumers[client]
         old = consumer.asked.get(subscription.filter)
-        asked = Asked(subscription, asked_at, starts, qos=max(subscription.qos, old.qos if old is not None else 0))
+        qos = max(subscription.qos, old.qos if old is not None else 0)
+        asked = Asked(subscription, asked_at, starts, qos=qos, before=old)
         if old is not None and starts is not None:
             asked.asked_at = old.asked_at
         consumer.asked[subscription.filter] = asked
@@ -221,7 +224,7 @@ class Truth:
         asked = self.consumers[client].asked.get(filter_text)
         if asked is None:
             return
-        asked.qos = asked.subscription.qos
+        asked.qos, asked.before = asked.subscription.qos, None
         if asked.done_at is None:
             asked.done_at = self.number()
 
@@ -351,7 +354,7 @@ class Truth:
             return False
         if asked.starts is not None and place[1] >= asked.starts.get(place[0], 0):
             return True
-        return row.number > asked.asked_at
+        return row.number > asked.asked_at or (asked.before is not None and self._may_be(asked.before, row, place))
 
     def _excused(self, consumer: Consumer, row: Row, subscription: Subscription | None = None) -> bool:
         """It need not be delivered."""
