@@ -71,6 +71,8 @@ class SimDelivery:
             if isinstance(effect, dv.Write) and effect.outlet in self.connections:
                 before = written.get(effect.outlet, 0)
                 self.front.truth.check_turn(effect.outlet, before, self._settings.write_bytes)
+                if self.connections[effect.outlet].socket.full:
+                    self.front.truth.fail("bounded memory", f"{effect.outlet} is written to while its socket is full")
                 written[effect.outlet] = before + len(effect.data)
                 self.front.truth.wrote(effect.outlet, effect.data)
         for effect in effects:

@@ -212,7 +212,7 @@ class Disk:
     def commit_seconds(self) -> float:
         if self.world.healing:
             return min(self.slow_commit_seconds, 0.005)
-        return 0.3 if self.world.now < self.commits_slow_until else self.slow_commit_seconds
+        return 1.0 if self.world.now < self.commits_slow_until else self.slow_commit_seconds
 
     @property
     def down(self) -> bool:

@@ -53,7 +53,8 @@ class Socket:
         self.closing = False
         self.node_reads = True
         """The node takes what comes."""
-        self._full = False
+        self.full = False
+        """The node was told that its buffer is."""
         self._client_eof = self._node_eof = False
         self._eof_heard = False
         self._moving_in = self._moving_out = False
@@ -73,8 +74,8 @@ class Socket:
         if self.closing or self._node_eof or self.lost:
             return
         self.buffer += data
-        if len(self.buffer) > self._high and not self._full:
-            self._full = True
+        if len(self.buffer) > self._high and not self.full:
+            self.full = True
             self.server.socket_full(True)
         self._move_out()
 
@@ -189,8 +190,8 @@ class Socket:
             size = min(room, len(self.buffer))
             self._kernel += self.buffer[:size]
             del self.buffer[:size]
-            if self._full and len(self.buffer) <= self._high // 4:
-                self._full = False
+            if self.full and len(self.buffer) <= self._high // 4:
+                self.full = False
                 self.server.socket_full(False)
         if self.client_reads and self._kernel and self.client_open:
             data = bytes(self._kernel)

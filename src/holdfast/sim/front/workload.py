@@ -11,7 +11,7 @@ from holdfast.sim.front.clients import Client, Profile
 from holdfast.sim.front.disk import Disk
 from holdfast.sim.front.lending import Groups, policy_of
 from holdfast.sim.front.node import FrontSettings, SimFront
-from holdfast.sim.front.scenes import SCENES
+from holdfast.sim.front.scenes import SCENES, WAIT
 from holdfast.sim.front.world import World
 
 WEATHER_SECONDS = 8.0
@@ -114,10 +114,17 @@ class FrontWorkload:
             getattr(self, f"_do_{what}")(client)
 
     def _do_scene(self, client: Client) -> None:
+        """Mostly to one who can do all of it: who is remembered, and may say where a subscription begins."""
         world, seconds = self.world, 0.0
+        able = [c for c in self.clients if c.profile.own and c.profile.durable and c.profile.version == p.V5]
+        if able and world.rng.random() < 0.8:
+            client = world.rng.choice(able)
         for what in self._scene or world.rng.choice(SCENES):
-            world.after(seconds, lambda w=what: self._do(w, client))  # type: ignore[misc]
-            seconds += world.rng.random() * world.rng.choice([0.02, 0.1, 0.5])
+            if what == WAIT:
+                seconds += world.rng.uniform(0.3, 1.0)
+            else:
+                world.after(seconds, lambda w=what: self._do(w, client))  # type: ignore[misc]
+                seconds += world.rng.random() * world.rng.choice([0.02, 0.1, 0.5])
 
     @property
     def _someone(self) -> Client:
@@ -179,6 +186,11 @@ class FrontWorkload:
 
     def _do_lose(self, client: Client) -> None:
         client.lose(self.world.rng.choice(["disconnect", "shut", "reset", "vanish"]))
+
+    def _do_reconnect(self, client: Client) -> None:
+        """It is back before anybody has noticed."""
+        client.lose(self.world.rng.choice(["shut", "vanish"]))
+        client.connect()
 
     def _do_clean(self, client: Client) -> None:
         if client.profile.version == p.V5:
