@@ -91,6 +91,17 @@ class Subscribing:
         session = connection.session
         if session is None:
             return b"", _nothing
+        moved: list[str] = []
+        try:
+            return await self._subscribe(connection, session, packet, moved)
+        finally:
+            session.subscriptions.moved(moved)
+            if moved:
+                session.positions.dirty.update(self._delivery.heads)
+
+    async def _subscribe(
+        self, connection: Connection, session: Session, packet: p.Subscribe, moved: list[str]
+    ) -> Answer:
         reasons: list[int] = []
         why: dict[str, None] = {}
         try:
@@ -120,13 +131,20 @@ class Subscribing:
                         logger.info("%s: %s", session.client_id, error)
                         why[str(error)] = None
                         reason = Reason.IMPLEMENTATION_SPECIFIC_ERROR
-                elif await self._add_subscription(connection, session, packet, request, start):
-                    retained.append(request.filter)
+                else:
+                    if start is not None:
+                        moved.append(request.filter)
+                    if await self._add_subscription(connection, session, packet, request, start):
+                        retained.append(request.filter)
             reasons.append(reason)
         if connection.session is not session:
             return b"", _nothing
         if changed and session.durable:
             await self._keeper.save(record_of(session, connected=True, now=time.time()))
+            if moved:
+                # They only go forward, and may say, be it of an earlier subscription, that it had what it wants now.
+                # The other way round, a crash in between would bring the old one back without what it has had.
+                await self._keeper.delete_cursors(session.client_id, moved, self._delivery.heads)
         for request, reason in zip(packet.filters, reasons, strict=True):
             if reason < 0x80:
                 self._said.emit(notices.Subscribed(session.client_id, request.filter, request.qos))
@@ -223,6 +241,7 @@ class Subscribing:
             request.retain_as_published,
             request.retain_handling,
             packet.subscription_identifier,
+            moving=start is not None and session.durable,
         )
         known = request.filter in session.subscriptions
         if not known or start is not None:
@@ -239,9 +258,6 @@ class Subscribing:
         new = session.subscribe(subscription)
         if connection.outlet is not None:
             self._delivery.handle(Subscribed(connection.outlet, request.filter))
-        if start is not None and session.durable:
-            # They only go forward, and may say, be it of an earlier subscription, that it had what it wants now.
-            await self._keeper.delete_cursors(session.client_id, [request.filter], self._delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     async def _find(self, start: Start, subscription: Subscription) -> tuple[dict[Stream, int], _Lake]:

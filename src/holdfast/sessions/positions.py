@@ -201,6 +201,8 @@ class Positions:
                 known = self.acked.pop(stream)  # said for the last time: from here on the position says it
             open_ = sorted(unacked.get(stream, ()))
             for subscription in self._subscriptions:
+                if subscription.moving:
+                    continue
                 past = max(position, subscription.since.get(stream, 0))
                 cursor = known[subscription.filter].copy() if subscription.filter in known else Cursor()
                 first = 0

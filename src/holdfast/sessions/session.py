@@ -48,15 +48,23 @@ class Session:
     # -- subscriptions -----------------------------------------------------------------------------------
 
     def subscribe(self, subscription: Subscription) -> bool:
-        """Add or replace; whether it is new."""
-        return self.subscriptions.add(subscription)
+        """Add or replace; whether it is new. One that begins elsewhere does not want what waits of the one before."""
+        moved = bool(subscription.since)
+        new = self.subscriptions.add(subscription)
+        if moved and not new:
+            self._keep_wanted()
+        return new
 
     def unsubscribe(self, filter_text: str) -> Subscription | None:
         gone = self.subscriptions.remove(filter_text)
         if gone is not None:
-            meaning = self.subscriptions.meaning_at
-            self.outgoing.keep(lambda rows, i: bool(meaning(rows.topics[i], rows.stream, rows.offsets[i])))
+            self._keep_wanted()
         return gone
+
+    def _keep_wanted(self) -> None:
+        """Of what waits, only what a subscription still means."""
+        meaning = self.subscriptions.meaning_at
+        self.outgoing.keep(lambda rows, i: bool(meaning(rows.topics[i], rows.stream, rows.offsets[i])))
 
     def go_back(self, stream: Stream, at: int, heads: Mapping[Stream, int], wanted: str) -> None:
         """Read this stream again from here, for the one filter; the others have had what comes before.

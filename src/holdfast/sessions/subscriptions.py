@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.model import Stream
@@ -27,6 +27,8 @@ class Subscription:
     """Where it began, by stream: earlier messages are not its own."""
     carried: dict[Stream, set[int]] = field(default_factory=dict)
     """Below `since`, what was under way when `since` was raised: still its own until it is acknowledged."""
+    moving: bool = False
+    """It begins elsewhere now, and its stored cursors are about to be deleted: until then none are saved."""
     matcher: TopicFilter = field(init=False)
     identifier_bytes: bytes = field(init=False)
 
@@ -78,6 +80,12 @@ class SubscriptionTable:
         gone = self._own.remove(filter_text)
         self._changed()
         return gone
+
+    def moved(self, filters: Iterable[str]) -> None:
+        """The stored cursors of these are gone, or stay what they were: from here on they are saved again."""
+        for text in filters:
+            if (found := self._own.get(text)) is not None:
+                found.moving = False
 
     def _changed(self) -> None:
         self._wanted = None
