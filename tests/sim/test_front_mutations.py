@@ -32,11 +32,15 @@ from holdfast.sim.front.subscribing import SimSubscribing
 SEEDS_MAX = 400
 
 NOTICED_BY: dict[str, int] = {
+    "a_subscribe_does_not_wait_for_blocks_that_wait_for_others": 1,
+    "a_failed_read_is_not_tried_again": 1,
+    "cursors_pass_what_is_in_flight": 1,
+    "nobody_is_served_when_the_socket_takes_more": 1,
     "live_loans_do_not_ask_how_much_waits": 14,
     "a_failed_commit_is_not_looked_for": 7,
     "a_repeated_publish_is_taken_for_stored": 20,
     "a_session_is_saved_as_away_while_it_comes_back": 7,
-    "a_filter_goes_back_only_behind_what_waits": 7,
+    "a_filter_goes_back_only_behind_what_waits": 8,
     "what_was_under_way_is_forgotten_by_the_next_subscribe": 4,
     "packet_ids_begin_at_1_again": 18,
     "whether_to_read_is_said_last": 3,
