@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from holdfast.runtime.keeper import Keeper
 
 from holdfast.cursors import Cursor
 from holdfast.cursors.cursor_map import CursorMap
@@ -19,7 +20,6 @@ from holdfast.metadata import Metadata
 from holdfast.metadata.etcd import EtcdMetadata
 from holdfast.model import Batch, Stream
 from holdfast.mqtt.inbound import Inbound
-from holdfast.runtime.keeper import Keeper
 from holdfast.sessions.packed import StoredCursors, pack_cursors
 from holdfast.sessions.records import SessionRecord, SubscriptionRecord, record_of
 from holdfast.sessions.rows import Rows

@@ -607,3 +607,28 @@ def test_positions_are_heads_where_nothing_waits():
 def test_rows_know_roughly_what_they_weigh():
     assert Rows(S, range(2), Batch(["t", "t"], [b"x" * 100, b"x" * 300]), 0).weight >= 200
     assert Rows(S, range(0), Batch([], []), 0).weight > 0
+
+
+# -- a filter that begins elsewhere ------------------------------------------------------------------------
+
+
+def test_what_waits_of_a_subscription_is_not_sent_when_it_is_told_to_begin_later():
+    session = subscribed("#")
+    offer(session, rows(0, ["t"] * 5))
+    session.subscribe(Subscription("#", 1, since={S: 3}))
+    assert payloads(sent(session)) == [3, 4]
+
+
+def test_what_waits_is_sent_if_another_filter_still_means_it():
+    session = subscribed("#", "t")
+    offer(session, rows(0, ["t", "u", "t", "u"]))
+    session.subscribe(Subscription("#", 1, since={S: 3}))
+    assert payloads(sent(session)) == [0, 2, 3]
+
+
+def test_no_cursor_is_saved_while_the_stored_ones_are_about_to_be_deleted():
+    session = subscribed("#", "t")
+    session.subscribe(Subscription("#", 1, since={S: 0}, moving=True))
+    assert list(session.cursors([S], {S: 5})) == [("t", S)]
+    session.subscriptions.moved(["#", "unsubscribed meanwhile"])
+    assert set(session.cursors([S], {S: 5})) == {("t", S), ("#", S)}

@@ -70,6 +70,8 @@ class Session:
             if begin.covers(positions.done) and all(
                 begin.past(stream) >= positions.stand(stream, seen, attached=True) for stream in self._unfinished(seen)
             ):
+                if not new:
+                    self._keep_wanted()
                 return new
             had = positions.done.copy()
             made: dict[int, CursorMap] = {}
@@ -88,9 +90,13 @@ class Session:
     def unsubscribe(self, filter_text: str) -> Subscription | None:
         gone = self.subscriptions.remove(filter_text)
         if gone is not None:
-            meaning = self.subscriptions.meaning_at
-            self.outgoing.keep(lambda rows, i: bool(meaning(rows.topics[i], rows.stream, rows.offsets[i])))
+            self._keep_wanted()
         return gone
+
+    def _keep_wanted(self) -> None:
+        """Of what waits, only what a subscription still means."""
+        meaning = self.subscriptions.meaning_at
+        self.outgoing.keep(lambda rows, i: bool(meaning(rows.topics[i], rows.stream, rows.offsets[i])))
 
     # -- feeding -----------------------------------------------------------------------------------------
 

@@ -56,6 +56,10 @@ class Asked:
     """Where it was told to start, by stream."""
     done_at: int | None = None
     """What is published from here on is."""
+    qos: int = 0
+    """The strongest QoS it may have: until the SUBACK a crash may bring back the options from before."""
+    before: Asked | None = None
+    """What it replaces: until the SUBACK a crash may bring it back."""
     again: set[Place] = field(default_factory=set)
     """Acknowledged before it was told to start there, and so to come once more."""
     checked: dict[Stream, int] = field(default_factory=dict)
@@ -142,6 +146,8 @@ class Truth:
         self.loans: dict[LoanFeed, Group] = {}
         self.deliveries = 0
         self.largest_block = 0
+        self.largest_payload = 0
+        """Of what clients have sent."""
         self.on_crash: Callable[[], None] = lambda: None
         disk.log.on_append = self.appended
 
@@ -188,7 +194,8 @@ class Truth:
     ) -> None:
         consumer = self.consumers[client]
         old = consumer.asked.get(subscription.filter)
-        asked = Asked(subscription, asked_at, starts)
+        qos = max(subscription.qos, old.qos if old is not None else 0)
+        asked = Asked(subscription, asked_at, starts, qos=qos, before=old)
         if old is not None and starts is not None:
             asked.asked_at = old.asked_at
         consumer.asked[subscription.filter] = asked
@@ -198,7 +205,8 @@ class Truth:
 
     def changes(self, client: str, subscription: Subscription) -> None:
         """Subscribed to again, from where it is."""
-        self.consumers[client].asked[subscription.filter].subscription = subscription
+        asked = self.consumers[client].asked[subscription.filter]
+        asked.subscription, asked.qos = subscription, max(subscription.qos, asked.qos)
 
     def _goes_back(self, consumer: Consumer, stream: Stream, at: int, asked: Asked) -> None:
         """What this filter matches from here on is delivered again."""
@@ -214,7 +222,10 @@ class Truth:
 
     def subscribed(self, client: str, filter_text: str) -> None:
         asked = self.consumers[client].asked.get(filter_text)
-        if asked is not None and asked.done_at is None:
+        if asked is None:
+            return
+        asked.qos, asked.before = asked.subscription.qos, None
+        if asked.done_at is None:
             asked.done_at = self.number()
 
     def unsubscribed(self, client: str, filter_text: str) -> None:
@@ -343,7 +354,7 @@ class Truth:
             return False
         if asked.starts is not None and place[1] >= asked.starts.get(place[0], 0):
             return True
-        return row.number > asked.asked_at
+        return row.number > asked.asked_at or (asked.before is not None and self._may_be(asked.before, row, place))
 
     def _excused(self, consumer: Consumer, row: Row, subscription: Subscription | None = None) -> bool:
         """It need not be delivered."""
@@ -446,7 +457,7 @@ class Truth:
             self.fail(
                 "only what was asked for", f"{name} is sent {place} {row.topic}, subscribed to {[*consumer.asked]}"
             )
-        if qos > max((asked.subscription.qos for asked in meant), default=2):
+        if qos > max((asked.qos for asked in meant), default=2):
             self.fail("MQTT", f"{name} is sent {place} with QoS {qos}")
         if not qos:
             consumer.take(place)
@@ -551,15 +562,22 @@ class Truth:
 
     # -- memory --------------------------------------------------------------------------------------------
 
+    def check_turn(self, outlet: Outlet, written: int, bytes_max: int) -> None:
+        """The socket says that it is full when a turn is over: until then no more is written than fits into one."""
+        if written >= bytes_max:
+            self.fail("bounded memory", f"{outlet} is written more than {written} bytes in one turn")
+
     def check_memory(self) -> None:
         """What one client costs, whatever the traffic: a few times what may wait for it, and a block or two."""
         front = self.front
         bound = 4 * front.settings.pending_bytes_max + 2 * self.largest_block + 2 * front.settings.socket_bytes_max
-        inward = front.connection_settings.held_bytes + front.connection_settings.packet_bytes_max
+        inward = front.connection_settings.held_bytes + self.largest_payload + HEADER_BYTES
         for connection in front.sockets:
             name = connection.client_id
-            if connection.machine.waiting > inward:
+            if connection.machine.waiting > inward + connection.socket.piece:
                 self.fail("bounded memory", f"{connection.machine.waiting} bytes of {name} are not parsed")
+            if connection.machine.reading != connection.socket.node_reads and not connection.socket.closing:
+                self.fail("bounded memory", f"{name} is read from: {connection.socket.node_reads}, against its machine")
             outlet = connection.outlet
             waiting = 0 if outlet is None else held_bytes(outlet) + front.delivery.fetching.get(outlet, 0)
             if waiting + len(connection.socket.buffer) > bound:

@@ -170,6 +170,10 @@ class SimMetadata(Metadata):
     def watch(self, prefix: str, wake: Callable[[], None] | None = None) -> Watch:
         raise NotImplementedError
 
+    @property
+    def watch_failure(self) -> None:
+        return None
+
     def lease(self, ttl_seconds: float) -> Lease:
         raise NotImplementedError
 
@@ -196,6 +200,9 @@ class Disk:
         self.commit_lies = 0.0
         """Chance that a commit lands and is reported as failed."""
         self.on_lie: Callable[[Sequence[Row]], None] = lambda rows: None
+        self.lies_next = False
+        """The next commit does so."""
+        self.commits_slow_until = 0.0
         self.fetch_fails = 0.0
         self.down_until = 0.0
 
@@ -205,11 +212,18 @@ class Disk:
 
     @property
     def commit_seconds(self) -> float:
-        return min(self.slow_commit_seconds, 0.005) if self.world.healing else self.slow_commit_seconds
+        if self.world.healing:
+            return min(self.slow_commit_seconds, 0.005)
+        return 1.0 if self.world.now < self.commits_slow_until else self.slow_commit_seconds
 
     @property
     def down(self) -> bool:
         return self.world.now < self.down_until and not self.world.healing
+
+    def lies(self) -> bool:
+        """The commit that was just made is reported as failed."""
+        lies, self.lies_next = self.lies_next or self.world.chance(self.commit_lies), False
+        return lies and not self.world.healing
 
     def fails(self, chance: float) -> bool:
         return not self.world.healing and (self.down or self.world.chance(chance))

@@ -87,7 +87,10 @@ class SimKeeper:
                 owners[key] = (session, stream)
         if not wanted:
             return
-        flushing = truth.flushing({session.client_id for session, _ in owners.values()})
+        whole = {
+            session.client_id for session, _ in owners.values() if not any(s.moving for s in session.subscriptions)
+        }
+        flushing = truth.flushing(whole)
         settled: set[str] = set()
         try:
             settled = yield self.call(lambda: self.cursors.save(wanted, self.world.now))

@@ -26,10 +26,20 @@ class SimSubscribing:
         self.front, self.world = front, front.world
 
     def subscribe(self, connection: SimConnection, packet: p.Subscribe) -> Work:
-        session, truth = connection.session, self.front.truth
+        session = connection.session
         if session is None:
             return b"", _nothing
-        asked_at = truth.number()
+        moved: list[str] = []
+        try:
+            answer = yield from self._subscribe(connection, session, packet, moved)
+        finally:
+            session.subscriptions.moved(moved)
+            if moved:
+                session.positions.dirty.update(self.front.delivery.heads)
+        return answer
+
+    def _subscribe(self, connection: SimConnection, session: Session, packet: p.Subscribe, moved: list[str]) -> Work:
+        truth, asked_at = self.front.truth, self.front.truth.number()
         start = _start_of(packet)
         yield from self._published_before()
         changed, retained = False, []
@@ -39,10 +49,15 @@ class SimSubscribing:
             changed = True
             if is_shared(request.filter):
                 yield from self._add_share(connection, session, packet, request)
-            elif (yield from self._add_subscription(connection, session, packet, request, start, asked_at)):
-                retained.append(request.filter)
+            else:
+                if start is not None:
+                    moved.append(request.filter)
+                if (yield from self._add_subscription(connection, session, packet, request, start, asked_at)):
+                    retained.append(request.filter)
         if changed and session.durable:
             yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
+            if moved:
+                yield from self.front.keeper.delete_cursors(session.client_id, moved, self.front.delivery.heads)
         for request in packet.filters if connection.session is session else ():
             truth.subscribed(session.client_id, request.filter)
         reasons = tuple(request.qos for request in packet.filters)
@@ -87,6 +102,7 @@ class SimSubscribing:
             request.retain_as_published,
             request.retain_handling,
             packet.subscription_identifier,
+            moving=start is not None and session.durable,
         )
         truth, client_id = self.front.truth, session.client_id
         known, heads = request.filter in session.subscriptions, self.front.delivery.machine.heads
@@ -108,8 +124,6 @@ class SimSubscribing:
         new = session.subscribe(subscription, begin, heads)
         if connection.session is session and connection.outlet is not None:
             self.front.delivery.handle(Subscribed(connection.outlet, request.filter))
-        if start is not None and session.durable:
-            yield from self.front.keeper.delete_cursors(client_id, [request.filter], self.front.delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     def unsubscribe(self, connection: SimConnection, packet: p.Unsubscribe) -> Work:
