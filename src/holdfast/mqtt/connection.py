@@ -78,6 +78,9 @@ class ConnectionSettings:
     """What a connection is bound by."""
 
     connect_seconds: float = 10.0
+    """How long a connection may take to say CONNECT."""
+    join_seconds: float = 15.0
+    """How long a CONNECT may be without an answer: longer than a session is waited for."""
     packet_bytes_max: int = 1 << 20
     unread_bytes_max: int = 1 << 20
     receive_maximum: int = 1000
@@ -701,6 +704,7 @@ class Connection:
             packet = codec.decode(first, body, p.V311)
             assert isinstance(packet, p.Connect)
             self._move(State.JOINING)
+            self._close_at = now + self._settings.join_seconds
             self._hold(Hold.JOIN)
             self._effects.append(Join(packet))
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from holdfast.errors import HoldfastError, RequestError, StoreUnavailable
+from holdfast.errors import HoldfastError, OutcomeUnknown
 from holdfast.log.contract import ReceivedId
 from holdfast.sessions.life import Failed, Found, Written
 from holdfast.sessions.table import RowWrite, SessionRow, SessionTable, Verdict
@@ -134,7 +134,7 @@ class SessionRows:
                 answer(Written(verdict))
         else:
             logger.warning("%d sessions could not be written: %s", len(asked), error, exc_info=_unless_ours(error))
-            certain = isinstance(error, StoreUnavailable | RequestError)
+            certain = isinstance(error, HoldfastError) and not isinstance(error, OutcomeUnknown)
             for _, answer in asked:
                 answer(Failed(in_doubt=not certain))
         self._write()
