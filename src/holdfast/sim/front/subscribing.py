@@ -9,7 +9,6 @@ from holdfast.groups.shares import is_shared
 from holdfast.model import At, Beginning, Next, Start, parse_start
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
-from holdfast.sessions.records import record_of
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sim.front.world import Work
@@ -41,9 +40,13 @@ class SimSubscribing:
                 yield from self._add_share(connection, session, packet, request)
             elif (yield from self._add_subscription(connection, session, packet, request, start, asked_at)):
                 retained.append(request.filter)
+        if connection.session is not session:
+            return b"", _nothing
         if changed and session.durable:
-            yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
-        for request in packet.filters if connection.session is session else ():
+            yield self.front.sessions.save(session)
+            if connection.session is not session:
+                return b"", _nothing
+        for request in packet.filters:
             truth.subscribed(session.client_id, request.filter)
         reasons = tuple(request.qos for request in packet.filters)
         answer = codec.encode_suback(p.Suback(packet.packet_id, reasons), connection.version)
@@ -67,8 +70,8 @@ class SimSubscribing:
     ) -> Work:
         yield self.world.rng.random() * self.front.disk.seconds
         subscription = Subscription(request.filter, request.qos, identifier=packet.subscription_identifier, born="born")
-        session.subscriptions.shared[request.filter] = subscription
         if connection.session is session:
+            session.subscriptions.share(subscription)
             self.front.lending.join(connection, session, request.filter, subscription)
 
     def _add_subscription(
@@ -108,8 +111,6 @@ class SimSubscribing:
         new = session.subscribe(subscription, begin, heads)
         if connection.session is session and connection.outlet is not None:
             self.front.delivery.handle(Subscribed(connection.outlet, request.filter))
-        if start is not None and session.durable:
-            yield from self.front.keeper.delete_cursors(client_id, [request.filter], self.front.delivery.heads)
         return request.retain_handling == 0 or (request.retain_handling == 1 and new)
 
     def unsubscribe(self, connection: SimConnection, packet: p.Unsubscribe) -> Work:
@@ -120,7 +121,7 @@ class SimSubscribing:
         for filter_text in packet.filters:
             found: Subscription | None
             if is_shared(filter_text):
-                found = session.subscriptions.shared.pop(filter_text, None)
+                found = session.subscriptions.unshare(filter_text)
                 if found is not None:
                     self.front.lending.unsubscribe(connection, filter_text)
             else:
@@ -132,9 +133,7 @@ class SimSubscribing:
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
         if gone and session.durable:
-            yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
-            yield from self.front.keeper.delete_cursors(session.client_id, gone, self.front.delivery.heads)
-        self.front.truth.unsuback(session.client_id, packet.filters)
+            yield self.front.sessions.save(session)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
 
 
