@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -17,7 +18,9 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
 from holdfast.cursors import Cursor
-from holdfast.store import open_metadata
+from holdfast.model import LOG, Stream
+from holdfast.sessions.packed import unpack_cursors, unpack_subscriptions
+from holdfast.store import open_metadata, open_store
 from node import Node
 from processes import wait_for
 
@@ -99,9 +102,20 @@ def numbers(messages: list[paho.MQTTMessage]) -> list[int]:
     return [int(message.payload) for message in messages]
 
 
-def cursors(metadata_url: str, client_id: str = "reader") -> dict[str, Cursor]:
-    """What is stored, by stream."""
-    with open_metadata(metadata_url) as metadata:
+def cursors(url: str, client_id: str = "reader") -> dict[str, Cursor]:
+    """What is stored, by stream: in the session's row, or copied to a metadata store of its own."""
+    if not url.startswith("etcd"):
+        with contextlib.closing(open_store(url)) as store:
+            row = store.sessions().read([client_id])[client_id]
+        stored = unpack_cursors(row.cursors, client_id)
+        found = {}
+        for entry in unpack_subscriptions(row.subscriptions, client_id).entries:
+            for generation, shard, _ in stored.session:
+                stream = Stream(LOG, shard, generation)
+                found[str(stream)] = stored.cursor(entry.number, stream)
+                found[str(stream)].epoch = row.epoch
+        return found
+    with open_metadata(url) as metadata:
         return {
             key.split("/")[4]: Cursor.from_json(entry.value)
             for key, entry in metadata.list(PREFIX).items()

@@ -234,7 +234,7 @@ STORIES: dict[str, Callable[[World, str], Story]] = {
 @pytest.fixture(scope="module")
 def mortal(new_store: NewStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A node that tests may stop and kill."""
-    settings = {"cursors.subscription_progress_flush_secs": FLUSH_SECONDS}
+    settings = {"cursors.subscription_progress_flush_secs": FLUSH_SECONDS, "sessions.grace_secs": 1}
     with Node(tmp_path_factory.mktemp("mortal"), store=new_store(), node_id="mortal", settings=settings) as running:
         yield running
 

@@ -17,7 +17,7 @@ from processes import wait_for
 
 @pytest.fixture
 def lonely(tmp_path: Path) -> Iterator[Node]:
-    with Node(tmp_path / "node") as node:
+    with Node(tmp_path / "node", settings={"sessions.grace_secs": 1}) as node:
         yield node
 
 

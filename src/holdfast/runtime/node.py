@@ -19,6 +19,7 @@ from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.batch_members import PREFIX as BATCH_MEMBERS
 from holdfast.runtime.batch_members import BatchMembers
 from holdfast.runtime.control_topics import ControlTopics
+from holdfast.runtime.cursor_copies import CursorCopies
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.front import Front, auth_options
 from holdfast.runtime.groups import GroupHost
@@ -67,6 +68,7 @@ class Node:
         """Set when the node cannot go on: whoever runs it should stop it."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
+        self._copies: CursorCopies | None = None
 
     # -- start and stop ----------------------------------------------------------------------------------
 
@@ -125,6 +127,9 @@ class Node:
             self.spawn,
         )
         self.groups.register("session", self.sessions.deliver)
+        if settings.metadata:
+            self._copies = CursorCopies(self.metadata, lambda: self.delivery.heads)
+            self.sessions.on_written = self._copies.written
         self.sweep = Sweep(
             self.rows.table,
             self.sessions.node,
@@ -226,6 +231,8 @@ class Node:
         self.ingest.close()
         self.delivery.close()
         self.sessions.close()
+        if self._copies is not None:
+            self._copies.close()
         self.sweep.close()
         self.rows.close()
         self.metadata.close()

@@ -144,6 +144,8 @@ class Sessions:
         self._copied_until = 0.0
         self.stored = 0
         """Sessions in the store, as of the last look."""
+        self.on_written: Callable[[RowWrite, SessionRow], None] | None = None
+        """Told of each row that is stored."""
         self.closing = False
         self._empty = asyncio.Event()
 
@@ -299,7 +301,10 @@ class Sessions:
                         self._empty.set()
 
     def _written(self, client_id: str, write: RowWrite, answer: life.Written | life.Failed) -> None:
-        if isinstance(answer, life.Written) and answer.verdict.accepted and write.subscribed:
+        row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
+        if row is not None and self.on_written is not None:
+            self.on_written(write, row)
+        if row is not None and write.subscribed:
             # The sweep brings the counts of all nodes; whoever publishes here now is to know at once.
             self._delivery.filters_changed(dict.fromkeys(write.subscribed, 1), whole=False)
         self._give(client_id, answer)
