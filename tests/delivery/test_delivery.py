@@ -245,7 +245,8 @@ def test_a_detached_outlet_leaves_nothing_behind():
     outlet = world.client("t")
     world.loan(outlet, "t")
     assert world.fetches
-    world.give(dv.Detached(outlet, away=True))
+    world.machine.anywhere.add("t", "t")
+    world.give(dv.Detached(outlet))
     world.settle()
     assert world.got[outlet] == [] and outlet.reads == 0 and not outlet.loans
     assert world.machine.anyone_for(["t"]) == {"t"}, "away, it still listens"

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from holdfast.runtime.keeper import Keeper
+from holdfast.runtime.wills import Wills
 
 from holdfast.errors import StoreUnavailable
 from holdfast.metadata import Metadata
 from holdfast.mqtt.packets import Will
 from holdfast.runtime import wills as module
-from holdfast.runtime.keeper import Keeper
-from holdfast.runtime.wills import Wills
 from holdfast.store import open_metadata
 
 PREFIX = "/holdfast/wills/"

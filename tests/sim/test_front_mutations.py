@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from holdfast.sim.front.keeper import SimKeeper
 
 from holdfast.delivery import readers
 from holdfast.delivery.delivery import Delivery, NextTurn
@@ -23,7 +24,6 @@ from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import SubscriptionTable
 from holdfast.sessions.window import Window
 from holdfast.sim.front.delivery import SimDelivery
-from holdfast.sim.front.keeper import SimKeeper
 from holdfast.sim.front.runner import run_front_seed
 from holdfast.sim.front.sessions import SimSessions
 from holdfast.sim.front.subscribing import SimSubscribing
