@@ -1,6 +1,6 @@
 """Shared groups: how fast streams change hands, what that moves, and what a group costs.
 
-python -m bench.groups [--only hands,silent,leader,consume,keys,idle] [--rounds N] [--joins N]
+python -m bench.groups [--only hands,silent,leader,consume,keys,backlog,idle] [--rounds N] [--joins N]
 
 It starts `holdfast serve` with the default lease (5 s), ping (2 s) and timeout (3 s): one node on SQLite, and for the
 deaths of nodes two that share a PostgreSQL. Members are real clients over sockets; every delivery and acknowledgement
@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import psutil  # type: ignore[import-untyped]
 
 from bench import mqtt_load as load
@@ -334,6 +335,49 @@ def _compared(options: argparse.Namespace, publishers: int, keys: list[str], at_
     return ok
 
 
+def catch_up(node: Node, what: Load, messages: int, key: str) -> Flow:
+    """What is in the log already, to four members of a group with this key."""
+    from e2e.groups.members import path
+
+    group = f"g:{what.run}/#"
+    node.post("/api/v1/groups", {"name": "g", "filter": f"{what.run}/#", "key": key, "start": "beginning"})
+    node.post(path(group, "/pause"), {"paused": True})
+    receivers = Role(share_out, what, messages, 4)
+    receivers.await_ready()
+    receivers.go()
+    process = psutil.Process(node.pid)
+    used, begin = sum(process.cpu_times()[:2]), time.monotonic()
+    node.post(path(group, "/pause"), {"paused": False})
+    end, _, counts = receivers.result()
+    cpu = (sum(process.cpu_times()[:2]) - used) / messages * 1e6
+    httpx.delete(f"{node.http}{path(group)}", timeout=60).raise_for_status()
+    return Flow(messages / (end - begin), cpu, counts)
+
+
+def bench_backlog(options: argparse.Namespace) -> bool:
+    """By message every member reads every block, and it is decoded once for all of them."""
+    from node import Node
+
+    keys = ("publisher", "topic", "message")
+    found: dict[str, list[Flow]] = {key: [] for key in keys}
+    with ExitStack() as stack:
+        node = stack.enter_context(Node(Path(stack.enter_context(folder()))))
+        what = Load(host="127.0.0.1", port=node.mqtt_port, run=f"bench{secrets.token_hex(4)}", publishers=1)
+        sending = Role(load.publish, what, options.messages, WINDOW)
+        sending.await_ready()
+        sending.go()
+        sending.result()
+        catch_up(node, what, options.messages, "publisher")  # a warm-up, while upkeep merges what was published
+        for _ in range(options.rounds):
+            for key, rounds in found.items():
+                rounds.append(catch_up(node, what, options.messages, key))
+    for key, rounds in found.items():
+        note(f"four members by {key}", spread([each.per_second for each in rounds], "deliveries/s"))
+        note(f"four members by {key}: the node's time", f"{middle([each.cpu for each in rounds]):.1f} µs a message")
+    pairs = list(zip(found["message"], found["publisher"], strict=True))
+    return result("by message against by publisher, time", middle([a.cpu / b.cpu for a, b in pairs]), "x", at_most=1.2)
+
+
 def hold_members(pipe: Connection, what: Load, groups: int, members: int) -> None:
     load.raise_open_files(groups * members + 100)
     socks = []
@@ -387,6 +431,7 @@ FIGURES = {
     "leader": Figure(bench_leader, "the leader's node is killed; two nodes on one PostgreSQL"),
     "consume": Figure(bench_consume, "16 publishers, 200 bytes, QoS 1, to one subscriber and to a group of four"),
     "keys": Figure(bench_keys, "one publisher, 200 bytes, QoS 1, to one subscriber and to a group of four"),
+    "backlog": Figure(bench_backlog, "what one publisher has left behind, 200 bytes, QoS 1, to a group of four"),
     "idle": Figure(bench_idle, "groups with nothing to do"),
 }
 
@@ -399,8 +444,8 @@ def parse() -> argparse.Namespace:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--only", default=",".join(FIGURES), help=f"of {', '.join(FIGURES)}")
     arguments.add_argument("--joins", type=int, default=60, help="members that join and leave")
-    arguments.add_argument("--rounds", type=int, default=3, help="for silent, leader and consume")
-    arguments.add_argument("--messages", type=int, default=300_000, help="for consume, each round")
+    arguments.add_argument("--rounds", type=int, default=3, help="for silent, leader, consume, keys and backlog")
+    arguments.add_argument("--messages", type=int, default=300_000, help="for consume, keys and backlog, each round")
     arguments.add_argument("--groups", type=int, default=500, help="for idle, of four members each")
     arguments.add_argument("--seconds", type=float, default=10.0, help="for idle")
     chosen = arguments.parse_args()

@@ -14,19 +14,19 @@ from holdfast.errors import (
     StoreUnavailable,
     UnknownStream,
 )
-from holdfast.log import ABSENT, Key, Log
+from holdfast.log import ABSENT, AppendKey, Log
 from holdfast.model import At, Batch, Beginning, Message, Next, Since, Stream
 from holdfast.store import open_log as open
 
 __all__ = [
     "ABSENT",
+    "AppendKey",
     "At",
     "Batch",
     "Beginning",
     "BrokenInvariant",
     "CorruptBlock",
     "HoldfastError",
-    "Key",
     "Log",
     "Message",
     "Next",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast import ABSENT, At, Batch, Beginning, Key, Log, Message, Next, Since, Stream
+from holdfast import ABSENT, AppendKey, At, Batch, Beginning, Log, Message, Next, Since, Stream
 from holdfast.log import blocks
 from holdfast.log.contract import Data, NewBlock, Retained
 from holdfast.log.retention import FULL_ROWS, RetentionSettings, expire, maintain
@@ -149,21 +149,21 @@ def test_a_failed_precondition_on_one_stream_leaves_the_others_alone(log: Log) -
 
 def test_a_repeated_key_changes_nothing_and_returns_the_first_result(opener: Opener, log: Log) -> None:
     batch = Batch.of(Message("t", str(n).encode(), f"vehicle-{n}") for n in range(40))
-    first = log.append("messages", batch, key=Key("spark", 1))
-    again = opener().append("messages", batch, key=Key("spark", 1))
+    first = log.append("messages", batch, key=AppendKey("spark", 1))
+    again = opener().append("messages", batch, key=AppendKey("spark", 1))
     assert (first.repeated, again.repeated) == (False, True)
     assert again.offsets() == first.offsets()
     assert sum(h.next_offset for h in log.heads("messages")) == 40
-    assert not log.append("messages", batch, key=Key("spark", 2)).repeated
-    assert log.append("messages", batch, key=Key("spark", 1)).repeated
-    assert not log.append("messages", batch, key=Key("other", 1)).repeated
+    assert not log.append("messages", batch, key=AppendKey("spark", 2)).repeated
+    assert log.append("messages", batch, key=AppendKey("spark", 1)).repeated
+    assert not log.append("messages", batch, key=AppendKey("other", 1)).repeated
     assert sum(h.next_offset for h in log.heads("messages")) == 120
 
 
 def test_a_failed_append_does_not_use_up_its_key(log: Log) -> None:
     with pytest.raises(holdfast.PreconditionFailed):
-        log.append("one", Batch(["t"], [b"0"]), expect={0: 9}, key=Key("w", 1))
-    assert not log.append("one", Batch(["t"], [b"0"]), key=Key("w", 1)).repeated
+        log.append("one", Batch(["t"], [b"0"]), expect={0: 9}, key=AppendKey("w", 1))
+    assert not log.append("one", Batch(["t"], [b"0"]), key=AppendKey("w", 1)).repeated
     assert read_all(log) == [0]
 
 

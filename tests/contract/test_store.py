@@ -10,7 +10,7 @@ import pytest
 
 from holdfast import Batch
 from holdfast.errors import PreconditionFailed, RequestError
-from holdfast.log import Key
+from holdfast.log import AppendKey
 from holdfast.log.contract import GenerationSealed, NewBlock
 from holdfast.log.manifest import LakeFile, Part, Reached
 from holdfast.model import Stream
@@ -126,7 +126,7 @@ def test_rows_and_blocks_of_one_transaction_are_durable_together_or_not_at_all(s
 
     def both(db, generation: int = 1, expect: int = 0) -> None:
         db.run("insert into lakes values (?, ?)", "one", "here")
-        db.append("one", generation, [block(1)], ["t"], {0: expect}, Key("w", 1), 1)
+        db.append("one", generation, [block(1)], ["t"], {0: expect}, AppendKey("w", 1), 1)
 
     for error, wrong in ((PreconditionFailed, {"expect": 7}), (GenerationSealed, {"generation": 2})):
         with pytest.raises(error):
@@ -136,7 +136,7 @@ def test_rows_and_blocks_of_one_transaction_are_durable_together_or_not_at_all(s
     database.change(both)
     assert sql_store.manifest().root("one") == "here"
     assert log.heads("one")[0].next_offset == 1
-    assert database.change(lambda db: db.append("one", 1, [block(1)], ["t"], {}, Key("w", 1), 1))[1], "a repeat"
+    assert database.change(lambda db: db.append("one", 1, [block(1)], ["t"], {}, AppendKey("w", 1), 1))[1], "a repeat"
     assert not database.change(lambda db: db.append("one", 1, [block(2)], ["t"], {}, None, 1))[1]
 
 

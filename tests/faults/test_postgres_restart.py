@@ -6,7 +6,7 @@ import pytest
 
 import holdfast
 from faults.writer import audit, write
-from holdfast import Batch, Key, StoreError
+from holdfast import AppendKey, Batch, StoreError
 from holdfast.store import open_log
 from processes import Report, child
 from servers import PostgresServer
@@ -41,7 +41,7 @@ def insist(report: Report, url: str, appends: int) -> None:
             batch = Batch(["t"] * 20, [b"w:%d:%d" % (n, k) for k in range(20)])
             while True:
                 try:
-                    appended = log.append("messages", batch, key=Key("w", n + 1))
+                    appended = log.append("messages", batch, key=AppendKey("w", n + 1))
                 except StoreError as error:
                     report.send((n, None, f"{type(error).__name__}: {error}"))
                     continue

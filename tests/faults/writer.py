@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import holdfast
-from holdfast import Batch, Key, Log, StoreError
+from holdfast import AppendKey, Batch, Log, StoreError
 from holdfast.log import blocks
 from processes import Report
 
@@ -19,7 +19,7 @@ def write(report: Report, url: str, name: str, rows: int = 50, keyed: bool = Fal
             )
             batch.publishers = [f"p{k % 5}" for k in range(rows)]
             try:
-                appended = log.append("messages", batch, key=Key(name, n + 1) if keyed else None)
+                appended = log.append("messages", batch, key=AppendKey(name, n + 1) if keyed else None)
             except StoreError as error:
                 report.send((n, type(error).__name__, str(error)))
                 continue

@@ -837,3 +837,17 @@ def test_last_words_before_a_seek_wait_for_the_seek_to_be_saved() -> None:
     assert not sent(said, LeftGroup)
     machine.away = False
     assert sent(tick(machine, 20.0), LeftGroup) == [LeftGroup(A)]
+
+
+def test_a_leader_that_finds_nobody_says_that_the_group_is_idle() -> None:
+    # Its predecessor died together with the last member, and said nothing.
+    machine = leader(1, record=GroupRecord(group=GROUP, born="b", idle=False, lent=True, idle_seconds_max=60.0))
+    effects = tick(machine, 15.0)
+    assert effects[-1] == Retire(GROUP, 7)
+    assert (saves(effects)[-1].record.idle, saves(effects)[-1].record.lent) == (True, False)
+
+
+def test_a_leader_that_finds_somebody_does_not() -> None:
+    machine = leader(1, record=GroupRecord(group=GROUP, born="b", idle=False, lent=True, idle_seconds_max=60.0))
+    join(machine, A, 1.0)
+    assert not any(save.record and save.record.idle for save in saves(tick(machine, 3.0)))

@@ -106,7 +106,24 @@ def test_while_it_is_held_more_than_a_little_waits_in_the_clients_own_buffers():
     assert machine.handle(mc.Received(b"\xc0\x00" * 100), 0.0) == []
     assert kinds(machine.handle(mc.Received(b"\xc0\x00" * 40_000), 0.0)) == ["PauseReading"]
     effects = machine.handle(mc.Release(Hold.CONTROL), 0.0)
-    assert "ResumeReading" in kinds(effects)
+    assert "ResumeReading" not in kinds(effects), "as much waits for its turn"
+    while machine.waiting > ConnectionSettings().held_bytes:
+        assert "ResumeReading" not in kinds(effects)
+        effects = machine.handle(mc.Release(Hold.TURN), 0.0)
+    assert kinds(effects)[0] == "ResumeReading"
+
+
+def test_whether_to_read_is_said_once_and_before_what_may_change_it():
+    """The host may answer Publishes with HoldOn at once: a ResumeReading behind them would undo its PauseReading."""
+    subscribe = codec.encode(p.Subscribe(7, (p.FilterRequest("a", 1),)), 5)
+    machine = opened(held_bytes=100)
+    large = publish(payload=b"." * 200)
+    effects = machine.handle(mc.Received(large + subscribe), 0.0)
+    assert kinds(effects) == ["Publishes", "Control"], "held, but nothing waits"
+    assert kinds(machine.handle(mc.HoldOn(Hold.COMMIT), 0.0)) == ["PauseReading"]
+    machine.handle(mc.Received(large), 0.0)
+    assert machine.handle(mc.Release(Hold.COMMIT), 0.0) == []
+    assert kinds(machine.handle(mc.Release(Hold.CONTROL), 0.0)) == ["ResumeReading", "Publishes"]
 
 
 def test_a_full_batch_stops_reading_at_once_and_its_commit_resumes_it():

@@ -125,7 +125,7 @@ def test_a_dead_letter_says_where_it_is_from_and_keeps_its_own_properties(bench)
     bench.publish(4)
     assert bench.store.store(G, COURSE, bench.stream, {1: 3, 2: 0})
     said = {"holdfast-group": "billing:a/#", "holdfast-stream": str(bench.stream)}
-    in_vain, too_large = "not acknowledged", "larger than the member takes"
+    in_vain, too_large = "not acknowledged", "larger than any member takes"
     assert bench.stored() == [
         ("1", {**said, "holdfast-offset": "1", "holdfast-attempts": "3", "holdfast-reason": in_vain, "k": "v"}),
         ("2", {**said, "holdfast-offset": "2", "holdfast-attempts": "0", "holdfast-reason": too_large}),

@@ -29,10 +29,10 @@ class GatedLog:
         self.sizes: list[int] = []
         self.error: HoldfastError | None = None
 
-    def append_sharded(self, log: str, generation: int, parts: Any, retained: Any = ()) -> Any:
+    def append_sharded(self, log: str, generation: int, parts: Any, *rest: Any) -> Any:
         self._wait()
         self.sizes.append(sum(map(len, parts.values())))
-        return self.log.append_sharded(log, generation, parts, retained)
+        return self.log.append_sharded(log, generation, parts, *rest)
 
     def append(self, log: str, batch: Any, **rest: Any) -> Any:
         self._wait()

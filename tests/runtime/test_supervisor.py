@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.runtime import supervisor as module
-from holdfast.runtime.supervisor import FAILURES_MAX, STEADY_SECONDS, Restarts, Supervisor
+from holdfast import restarts as module
+from holdfast.restarts import FAILURES_MAX, STEADY_SECONDS, Restarts
+from holdfast.runtime.supervisor import Supervisor
 
 SECONDS = 10.0
 

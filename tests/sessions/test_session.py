@@ -600,3 +600,30 @@ def test_what_one_subscription_acked_counts_for_that_subscription_only():
 def test_rows_know_roughly_what_they_weigh():
     assert Rows(S, range(2), Batch(["t", "t"], [b"x" * 100, b"x" * 300]), 0).weight >= 200
     assert Rows(S, range(0), Batch([], []), 0).weight > 0
+
+
+# -- a filter that begins elsewhere ------------------------------------------------------------------------
+
+
+def begin_at(session: Session, filter_text: str, at: int, topics: list[str]) -> None:
+    """A subscription that is told to begin there; what is not queued any more is read from the log."""
+    head = len(topics)
+    heads = Heads({S: head})
+    session.subscribe(Subscription(filter_text, 1), heads.starting_at({S: at}), heads)
+    if session.positions.next_to_read(heads, session.window) == S:
+        first = session.positions.behind[S]
+        session.take_read(S, head, [rows(first, topics[first:])], head)
+
+
+def test_what_waits_of_a_subscription_is_not_sent_when_it_is_told_to_begin_later():
+    session = subscribed("#")
+    offer(session, rows(0, ["t"] * 5))
+    begin_at(session, "#", 3, ["t"] * 5)
+    assert payloads(sent(session)) == [3, 4]
+
+
+def test_what_waits_is_sent_if_another_filter_still_means_it():
+    session = subscribed("#", "t")
+    offer(session, rows(0, ["t", "u", "t", "u"]))
+    begin_at(session, "#", 3, ["t", "u", "t", "u"])
+    assert payloads(sent(session)) == [0, 2, 3]

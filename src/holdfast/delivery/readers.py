@@ -59,6 +59,8 @@ class Request(NamedTuple):
     until: int | None
     """No further than the node has come: what is committed beyond that will be offered."""
     wanted: Wanted
+    shared: bool = False
+    """Others read the same for their own slices of it: what is found may begin before `at`."""
 
 
 class Reader(Protocol):
@@ -142,7 +144,8 @@ class LoanReader:
 
     def ask(self) -> Request | None:
         feed = self.feed
-        return Request(feed.stream, feed.next_offset, self._node.known(feed.stream), feed.wanted)
+        known = self._node.known(feed.stream)
+        return Request(feed.stream, feed.next_offset, known, feed.wanted, shared=feed.done.of > 1)
 
     def take(self, found: Fetched) -> None:
         feed, asked = self.feed, self.request

@@ -147,6 +147,15 @@ def expired(data: bytes, now_seconds: float) -> bool:
         raise RequestError(f"group record {data[:80]!r} is damaged: {error!r}") from error
 
 
+def may_be_deserted(data: bytes) -> bool:
+    """Is this stored group to be deleted when nobody uses it, and does it say that somebody does?"""
+    try:
+        value = json.loads(data)
+        return value["idle_seconds_max"] is not None and not value["idle"]
+    except _DAMAGE as error:
+        raise RequestError(f"group record {data[:80]!r} is damaged: {error!r}") from error
+
+
 def stored(save: Save, now_seconds: float) -> tuple[dict[str, bytes], list[str]]:
     """A `Save` as keys to put and keys to delete. The record's key comes first in either.
 

@@ -60,6 +60,8 @@ class LeaderSettings:
     """What cannot be saved even by itself is tried again less and less often, down to this."""
     ranges_max: int = 16_000
     """A progress with more acknowledged ranges than this is stored over several values."""
+    refusal_rest_seconds: float = 10.0
+    """How long a member that refused a message because of its size is not lent that piece again."""
     linger_seconds: float = 10.0
     """A leader without members, or without a group, stays this long."""
     slices_max: int = 64

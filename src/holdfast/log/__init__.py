@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from holdfast.log.contract import ABSENT, Appended, Chunk, Generation, Head, Key, Placed, Reading, Skipped
+from holdfast.log.contract import ABSENT, Appended, AppendKey, Chunk, Generation, Head, Placed, Reading, Skipped
 from holdfast.log.log import Log
 
 __all__ = [
     "ABSENT",
+    "AppendKey",
     "Appended",
     "Chunk",
     "Generation",
     "Head",
-    "Key",
     "Log",
     "Placed",
     "Reading",

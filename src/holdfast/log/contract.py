@@ -71,8 +71,8 @@ class NewBlock(NamedTuple):
     data: Data
 
 
-class Key(NamedTuple):
-    """Who appends, and its how-manieth append this is: a repeat is recognised and changes nothing.
+class AppendKey(NamedTuple):
+    """Who appends, and the sequence number of its append: a repeat is recognised and changes nothing.
 
     A writer makes one append at a time, with a sequence that grows.
     """
@@ -233,7 +233,7 @@ class Backend(Protocol):
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),

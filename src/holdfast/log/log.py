@@ -18,13 +18,13 @@ from holdfast.log import blocks, index, small
 from holdfast.log.cache import BlockCache
 from holdfast.log.contract import (
     Appended,
+    AppendKey,
     Backend,
     BlockEntry,
     Chunk,
     Data,
     Generation,
     Head,
-    Key,
     Landed,
     NewBlock,
     Placed,
@@ -48,6 +48,7 @@ from holdfast.model import (
     check_log_name,
     now_micros,
 )
+from holdfast.restarts import Failure
 from holdfast.topics import TopicFilter, Wanted, check_topic, prefixes
 
 SHARDS = 16
@@ -159,7 +160,7 @@ class Log:
         batch: Batch,
         *,
         expect: Mapping[int, int] | None = None,
-        key: Key | None = None,
+        key: AppendKey | None = None,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),
     ) -> Appended:
@@ -218,7 +219,7 @@ class Log:
         generation: int,
         split: Sequence[tuple[int, Batch, Sequence[int] | None]],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         retained: Sequence[Retained],
         received: Sequence[ReceivedId],
     ) -> Appended | None:
@@ -463,6 +464,11 @@ class Log:
         thread that made the append, or on the watcher's; it must be quick and must not raise.
         """
         return self._watcher.add(callback)
+
+    @property
+    def watch_failure(self) -> Failure | None:
+        """Why hints of other processes' appends are missing; None: all is well."""
+        return self._watcher.failure
 
     def close(self) -> None:
         """Close the store, and with it everything got from it."""

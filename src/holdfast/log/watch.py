@@ -6,8 +6,13 @@ and a poll comes by in any case.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+
+from holdfast.restarts import Failure, KeptThread
+
+logger = logging.getLogger("holdfast.log")
 
 
 class LogWatch:
@@ -26,8 +31,9 @@ class Watcher:
     def __init__(self) -> None:
         self._watches: tuple[LogWatch, ...] = ()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._ready = threading.Event()
+        self._thread = KeptThread("log-watcher", lambda: self._listen(self._ready))
+        self._stop = self._thread.stopping
         self._own: dict[str, int] = {}
         """Messages this process appended: what a poll finds beyond them came from others."""
 
@@ -35,14 +41,15 @@ class Watcher:
         watch = LogWatch(self, callback)
         with self._lock:
             self._watches = (*self._watches, watch)
-            if self._thread is None and type(self)._listen is not Watcher._listen:
-                ready = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._listen, args=(ready,), name="holdfast-log-watcher", daemon=True
-                )
+            if type(self)._listen is not Watcher._listen:
                 self._thread.start()
-                ready.wait(10)
+                self._ready.wait(10)
         return watch
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why others' appends may be heard of late, or not at all; None: all is well."""
+        return self._thread.failure
 
     def remove(self, watch: LogWatch) -> None:
         with self._lock:
@@ -56,15 +63,19 @@ class Watcher:
 
     def _hint(self, log: str) -> None:
         for watch in self._watches:
-            watch.callback(log)
+            try:
+                watch.callback(log)
+            except Exception:  # the listener's trouble: the others, and whoever appended, are none the worse for it
+                logger.exception("a listener to log %s failed", log)
 
     def _listen(self, ready: threading.Event) -> None:
-        """Tell of what other processes append, until `_stop` is set. Sets `ready` once nothing can be missed."""
+        """Tell of what other processes append, until `_stop` is set. Sets `ready` once nothing can be missed.
+
+        If it fails it is called again, and tells of what was appended meanwhile.
+        """
 
     def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5)
+        self._thread.stop(5)
 
 
 class LogChanges:

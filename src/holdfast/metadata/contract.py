@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from holdfast.errors import PreconditionFailed, RequestError
 from holdfast.metadata.entries import Change, Delete, Entry, Put
 from holdfast.metadata.watch import Watch
+from holdfast.restarts import Failure
 
 KEY_BYTES_MAX = 1024
 VALUE_BYTES_MAX = 1 << 20
@@ -173,6 +174,11 @@ class Metadata(ABC):
         To hold a copy: watch first, then list, then apply events whose version is greater than the copy's.
         `wake` is called, on the watcher's thread, when there is something to get: hand it on, do not block.
         """
+
+    @property
+    @abstractmethod
+    def watch_failure(self) -> Failure | None:
+        """Why watches may not be told of changes; None: all is well."""
 
     @abstractmethod
     def lease(self, ttl_seconds: float) -> Lease:

@@ -27,6 +27,7 @@ from holdfast.metadata.entries import Change, Entry, Put
 from holdfast.metadata.etcd_gateway import NOT_FOUND, OUT_OF_RANGE, EtcdError, Gateway, Json, decode, encode
 from holdfast.metadata.etcd_watcher import EtcdWatcher
 from holdfast.metadata.watch import Watch
+from holdfast.restarts import Failure
 
 TAKES = "etcd://host:port, with more members after commas, and /prefix where several share one etcd"
 
@@ -138,6 +139,10 @@ class EtcdMetadata(Metadata):
 
     def watch(self, prefix: str, wake: Callable[[], None] | None = None) -> Watch:
         return self._watcher.add(check_prefix(prefix), wake)
+
+    @property
+    def watch_failure(self) -> Failure | None:
+        return self._watcher.failure
 
     def lease(self, ttl_seconds: float) -> Lease:
         seconds = math.ceil(check_ttl(ttl_seconds))

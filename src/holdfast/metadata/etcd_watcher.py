@@ -19,6 +19,7 @@ from holdfast.jitter import chance
 from holdfast.metadata.entries import Deleted, Entry, Event, Put
 from holdfast.metadata.etcd_gateway import Gateway, Json, WatchStream, decode
 from holdfast.metadata.watch import Watch
+from holdfast.restarts import Failure, KeptThread
 
 
 class Snapshot(Protocol):
@@ -39,7 +40,7 @@ class EtcdWatcher:
         self._watches: list[Watch] = []
         self._round = 0  # grows with every change of the set, so an outdated stream is recognised
         self._stream: WatchStream | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = KeptThread("metadata", self._run)
         self._closed = False
 
     def add(self, prefix: str, wake: Callable[[], None] | None) -> Watch:
@@ -49,11 +50,13 @@ class EtcdWatcher:
         watch = Watch(prefix, revision, known, wake, self._restart)
         with self._changed:
             self._watches.append(watch)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="holdfast-metadata", daemon=True)
-                self._thread.start()
+            self._thread.start()
         self._restart()
         return watch
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._thread.failure
 
     def _restart(self) -> None:
         with self._changed:
@@ -121,7 +124,6 @@ class EtcdWatcher:
             self._closed = True
             watches, self._watches = self._watches, []
         self._restart()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.stop()
         for watch in watches:
             watch.close()

@@ -20,6 +20,7 @@ from holdfast.errors import RequestError, StoreError
 from holdfast.jitter import chance
 from holdfast.metadata.entries import Entry, Event
 from holdfast.metadata.watch import Watch
+from holdfast.restarts import Failure, KeptThread
 
 SWEEP_JITTER_SECONDS = 0.05
 """Nodes that watch the same lease do not all end it at the same instant."""
@@ -88,7 +89,7 @@ class Feed:
         self._lock = threading.Lock()  # a watch begins between two deliveries, never during one
         self._watches: list[Watch] = []
         self._seen = 0
-        self._thread: threading.Thread | None = None
+        self._thread: KeptThread | None = None
         self._pause: Pause | None = None
         self._closed = False
 
@@ -104,13 +105,15 @@ class Feed:
             watch = Watch(prefix, revision, entries, wake, self.nudge)
             self._watches.append(watch)
             if self._pause is None:
-                self._pause = Pause()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._pause,), name="holdfast-metadata", daemon=True
-                )
+                pause = self._pause = Pause()
+                self._thread = KeptThread("metadata", lambda: self._run(pause))
                 self._thread.start()
         self.nudge()
         return watch
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._thread.failure if self._thread is not None else None
 
     def nudge(self) -> None:
         """Look now: this process has just changed something."""
@@ -161,7 +164,7 @@ class Feed:
             pause, self._pause = self._pause, None
         if pause is not None and self._thread is not None:
             pause.nudge()
-            self._thread.join()
+            self._thread.stop()
             pause.close()
         for watch in watches:
             watch.close()

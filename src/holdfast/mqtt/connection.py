@@ -418,7 +418,8 @@ class Connection:
         """How many bytes of both are not parsed yet."""
         self._needed = 1
         """How many must have come before parsing can get on."""
-        self._reading = True
+        self.reading = True
+        """What comes is read from the socket."""
         self._ended = False
         self._socket_full = False
         self._unread = 0
@@ -439,6 +440,7 @@ class Connection:
         except PeerError as error:
             self._broke_mqtt(error, now)
         self._flush()
+        self._mind_reading()
         effects, self._effects = self._effects, []
         return effects
 
@@ -566,7 +568,6 @@ class Connection:
 
     def _hold(self, hold: Hold) -> None:
         self.holds.add(hold)
-        self._mind_reading()
 
     def _release(self, hold: Hold, now: float) -> None:
         if hold not in self.holds:
@@ -577,19 +578,24 @@ class Connection:
         if self.holds or self.closed:
             return
         self._needed = 1
-        self._mind_reading()
         self._parse(now)
         if self._ended and not self.holds and not self.closed:
             self._effects.append(CloseSocket())
             self._close_at = now + self._settings.linger_seconds
 
     def _mind_reading(self) -> None:
-        held = bool(self.holds & _AT_ONCE) or (bool(self.holds) and self.waiting > self._settings.held_bytes)
-        reading = not self._ended and (self.closed or not held)
-        if reading != self._reading:
-            self._reading = reading
-            if not self._ended:
-                self._effects.append(ResumeReading() if reading else PauseReading())
+        """Once per event, and before its other effects: what these lead to at once may be an event that decides anew.
+
+        Were it performed after them, the socket would be left as it was to be before.
+        """
+        if self._ended or self.state is State.CLOSED:
+            return  # nothing more comes
+        holds = self.holds
+        held = bool(holds) and (self.waiting > self._settings.held_bytes or not holds.isdisjoint(_AT_ONCE))
+        reading = self.closed or not held
+        if reading != self.reading:
+            self.reading = reading
+            self._effects.insert(0, ResumeReading() if reading else PauseReading())
 
     # ----------------------------------------------------------------------------------------- reading
 
@@ -599,9 +605,7 @@ class Connection:
         self._last_seen = now
         self._chunks.append(data)
         self.waiting += len(data)
-        if self.holds:
-            self._mind_reading()
-        elif self.waiting >= self._needed:
+        if not self.holds and self.waiting >= self._needed:
             self._parse(now)
 
     def _on_ended(self, now: float) -> None:
@@ -654,7 +658,6 @@ class Connection:
             self._data, self._at = b"", 0
             self._needed = 1
             self.waiting = 0
-        self._mind_reading()
 
     def _topic_of(self, raw: bytes, alias: int) -> str | None:
         """A topic the shared table does not know yet; None: the codec's way, which knows what to say."""
@@ -861,7 +864,6 @@ class Connection:
         self._move(State.CLOSING)
         self._data, self._at, self.waiting = b"", 0, 0
         self._chunks.clear()
-        self._mind_reading()
         self._effects.append(CloseSocket() if self._ended else EndSending())
         self._close_at = now + self._settings.linger_seconds
 

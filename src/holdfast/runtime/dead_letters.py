@@ -12,7 +12,7 @@ node, repeats step 2 first: under the same key the log takes it once. So a retry
 store nothing twice. A seek begins anew: what is not acknowledged then is stored once more.
 
 Each says in user properties where it is from, how often it was delivered, and why it is here: it was delivered in vain,
-or (0 attempts) the member that held its stream takes no packet of that size.
+or (0 attempts) no member of the group takes packets of that size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.errors import HoldfastError, RequestError
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.keys import dead_letters_key
 from holdfast.log import Log
-from holdfast.log.contract import Key
+from holdfast.log.contract import AppendKey
 from holdfast.log.history import History
 from holdfast.metadata import Metadata
 from holdfast.model import Batch, Stream
@@ -149,7 +149,7 @@ class DeadLetterStore:
         if gone:
             logger.warning("%s: %d messages cannot be read any more: no dead letter is left of them", stream, len(gone))
         if found:
-            key = Key(f"dead-letters/{ledger.course}/{stream}", ledger.sequence)
+            key = AppendKey(f"dead-letters/{ledger.course}/{stream}", ledger.sequence)
             self._log.append(DEAD_LETTERS, _batch(group, stream, found, attempts), key=key)
             logger.warning(
                 "group %s: %d messages of %s (offsets %d..%d) were not acknowledged or too large; see log %s",
@@ -171,7 +171,7 @@ def _batch(group: GroupId, stream: Stream, found: Mapping[int, Found], attempts:
             (STREAM_PROPERTY, str(stream)),
             (OFFSET_PROPERTY, str(offset)),
             (ATTEMPTS_PROPERTY, str(attempts.get(offset, 0))),
-            (REASON_PROPERTY, "not acknowledged" if attempts.get(offset) else "larger than the member takes"),
+            (REASON_PROPERTY, "not acknowledged" if attempts.get(offset) else "larger than any member takes"),
         ]
         own = (rows.properties[at] if rows.properties is not None else None) or b""
         properties.append(own + encode({"user_properties": said}))

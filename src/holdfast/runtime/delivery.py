@@ -26,6 +26,7 @@ from holdfast.mqtt.trie import Trie
 from holdfast.runtime.block_rows import rows_of
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.offset_reader import Found, read_offsets
+from holdfast.runtime.shared_reads import SharedReads
 from holdfast.sessions.heads import Heads
 from holdfast.sessions.positions import Gap
 from holdfast.sessions.retained import RetainedMessages
@@ -52,6 +53,8 @@ class DeliveryHost:
         self.ask_clock: Callable[[Outlet], None] = lambda outlet: None
         self._connections: dict[Outlet, Connection] = {}
         self._pool = ThreadPoolExecutor(READERS, "holdfast-reader")
+        self._shared_reads = SharedReads()
+        self._shared_bytes_max = pending_bytes_max // 2
         self._loop = asyncio.get_running_loop()
         self._look_again = asyncio.Event()
         self._rounds = 0
@@ -108,8 +111,7 @@ class DeliveryHost:
                 if (connection := self._connections.get(outlet)) is not None and connection.machine.open:
                     connection.write(data)
             case dv.Fetch(reader, request, bytes_max):
-                reading = self._loop.run_in_executor(self._pool, self._read, request, bytes_max)
-                reading.add_done_callback(lambda done: self._fetched(reader, done))
+                self._fetch(reader, request, bytes_max)
             case dv.NextTurn(outlet):
                 self._loop.call_soon(self._turn, outlet)
             case dv.LoanNews(outlet):
@@ -141,6 +143,20 @@ class DeliveryHost:
         self.handle(TICK)
 
     # -- reading -----------------------------------------------------------------------------------------
+
+    def _fetch(self, reader: Reader, request: Request, bytes_max: int) -> None:
+        if request.shared and (found := self._shared_reads.find(request)) is not None:
+            self._loop.call_soon(self.handle, dv.FetchDone(reader, found))
+            return
+        reading = self._loop.run_in_executor(self._pool, self._read_for, request, bytes_max)
+        reading.add_done_callback(lambda done: self._fetched(reader, done))
+
+    def _read_for(self, request: Request, bytes_max: int) -> Fetched:
+        """On a reader's thread."""
+        if not request.shared:
+            return self._read(request, bytes_max)
+        # As much for everybody, whatever room the one has who happens to read: a slice keeps half of it at most.
+        return self._shared_reads.read(request, lambda asked: self._read(asked, self._shared_bytes_max))
 
     def _read(self, request: Request, bytes_max: int) -> Fetched:
         """On a reader's thread."""

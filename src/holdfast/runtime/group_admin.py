@@ -13,7 +13,7 @@ from holdfast.errors import Conflict, HoldfastError, RequestError
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId, Key
 from holdfast.groups.protocol.view import GroupView, StreamHead, first_unacked
-from holdfast.groups.record import GroupRecord, expired
+from holdfast.groups.record import GroupRecord, expired, may_be_deserted
 from holdfast.log import Log
 from holdfast.machine import Address
 from holdfast.model import LOG, Start, Stream
@@ -121,12 +121,22 @@ class GroupAdmin:
     async def expire_idle(self) -> None:
         """Groups that nobody has used for longer than they allow."""
         records = await self._on_bulk_thread(self._store.records)
+        led = await self._on_bulk_thread(self._store.led)
         for group, data in records.items():
-            if expired(data, time.time()):
+            if group not in led and may_be_deserted(data):
+                # Its leader died, and nobody has come since: perhaps the members died with it. A new one will see.
+                await self._look_at(group)
+            elif expired(data, time.time()):
                 try:
                     await self.ask(group, m.DeleteGroup(if_idle=True))
                 except HoldfastError as error:
                     logger.info("idle group %s stays: %s", group, error)
+
+    async def _look_at(self, group: GroupId) -> None:
+        try:
+            await self.ask(group, m.Describe())
+        except HoldfastError as error:
+            logger.info("group %s was not looked at: %s", group, error)
 
 
 def _heads_for(store: GroupStore, view: GroupView) -> dict[Stream, StreamHead]:

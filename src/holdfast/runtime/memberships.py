@@ -273,7 +273,10 @@ class Memberships:
             member.driver.give(ev.Delivered(feed.loan, sent))
         if feed.too_large:
             too_large, feed.too_large = tuple(feed.too_large), []
-            self._spawn(self._park(member, feed.loan, too_large, attempts_least=0))
+            member.driver.give(ev.Unsendable(feed.loan, too_large))
+        if feed.refused:
+            refused, feed.refused = tuple(feed.refused), []
+            member.driver.give(ev.Refused(feed.loan, refused))
         if news := feed.take_news():
             member.driver.give(ev.Acked(feed.loan, news))
         if feed.stopped and not feed.in_flight and feed.loan in member.feeds:
@@ -305,7 +308,9 @@ class Memberships:
     def _set_up(self, member: Membership) -> None:
         # Higher than any before, on whatever node: sessions without expiry count from the start each time.
         self._incarnation = max(self._incarnation + 1, time.time_ns() // 1000)
-        member.agent = Agent(member.session.client_id, self._incarnation, self._node_id, self._settings)
+        member.agent = Agent(
+            member.session.client_id, self._incarnation, self._node_id, self._settings, member.outlet.packet_max
+        )
         member.driver = Driver(
             f"the agent of {member.session.client_id}",
             member.agent,
@@ -356,16 +361,20 @@ class Memberships:
                 self._send(to, message)
             case fx.StartReading(loan):
                 self._start_reading(member, effect)
+            case fx.ChangeLargestPacket(owner, largest_packet):
+                for each in member.feeds.values():
+                    if each.loan.member == owner:
+                        each.largest_packet = largest_packet
             case fx.StopReading(loan):
                 self._stop_reading(member, loan)
             case fx.Abandon(loan):
                 self._abandon(member, loan)
             case fx.Redeliver(loan, offsets):
                 self._spawn(self._redeliver(member, loan, offsets))
-            case fx.Park(loan, offsets):
+            case fx.Park(loan, offsets, too_large):
                 feed = member.feeds.get(loan)
                 (feed.parked if feed is not None else member.parked.setdefault(loan, set())).update(offsets)
-                self._spawn(self._park(member, loan, offsets, attempts_least=1))
+                self._spawn(self._park(member, loan, offsets, attempts_least=0 if too_large else 1))
             case fx.Joined(_, group, born):
                 for subscription in member.subscriptions.get(group, {}).values():
                     member.session.subscriptions.note_born(subscription, born)
@@ -431,7 +440,7 @@ class Memberships:
     async def _park(self, member: Membership, loan: Loan, offsets: tuple[int, ...], attempts_least: int) -> None:
         """Set aside in the dead letters' log, durably; only then is it acknowledged to the group.
 
-        Those that were never delivered are larger than the client takes.
+        Those that were never delivered are larger than anybody in the group takes.
         """
         feed, borrower = member.feeds.get(loan), member.agent.borrowers.get(loan.member.number)
         held = borrower.loans.get(loan.piece) if borrower is not None else None

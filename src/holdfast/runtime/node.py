@@ -171,6 +171,8 @@ class Node:
         self._watch = self.log.watch(
             lambda log: None if self.ingest.is_writing_here() else _from_thread(loop, self._hinted, log)
         )
+        self.supervisor.look_after(lambda: self.log.watch_failure)
+        self.supervisor.look_after(lambda: self.metadata.watch_failure)
         self.supervisor.run("follow", self.delivery.follow)
         self.supervisor.run_thread("writer", self.ingest.write)
         await self.sweep.begin()
@@ -278,6 +280,7 @@ class Node:
         """Once in a while: rights that changed, retained messages that have expired."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
+            self.supervisor.check()
             self.front.refresh_rights()
             await self._purge_retained()
 

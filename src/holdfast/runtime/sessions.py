@@ -302,6 +302,8 @@ class Sessions:
 
     def _written(self, client_id: str, write: RowWrite, answer: life.Written | life.Failed) -> None:
         row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
+        if row is not None:
+            self.stored += (write.expected is None) - row.dead
         if row is not None and self.on_written is not None:
             self.on_written(write, row)
         if row is not None and write.subscribed:
@@ -335,7 +337,8 @@ class Sessions:
         self._claims[claim.token] = claim
         connection.claim = claim.token
         expiry = self.bounded_expiry(effective_expiry(packet))
-        room = len(self) < self._sessions_max
+        # Those who wait may all be new: whoever is known is let in however many there are.
+        room = self.stored + len(self._claims) - len(self.connections) <= self._sessions_max
         will = _stored(packet.will, expiry)
         self._give(client_id, life.Connect(claim.token, packet.clean_start, expiry, will, room))
         present = await answer

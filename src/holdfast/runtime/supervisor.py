@@ -3,14 +3,15 @@
     supervisor = Supervisor(give_up)              give_up(reason) is called once: the node should stop
     supervisor.run("upkeep", self._upkeep)        a function that makes the coroutine, anew for each start
     supervisor.run_thread("bus", self._listen)    the same for a function that blocks, on a thread of its own
+    supervisor.look_after(lambda: log.failure)    something that is kept running elsewhere, and may be given up there
     supervisor.failures                           what is not running well just now, by name
     supervisor.problem                            the same in one line for /readyz, or None
     await supervisor.stop()                       ends the tasks; threads end by themselves, their owner tells them to
 
-A task that ends without an exception is done and is not started again. A task that fails is started again after a
-pause that doubles, up to `PAUSE_SECONDS_MAX`. One that has run for `STEADY_SECONDS` since counts as well again. After
-`FAILURES_MAX` failures without such a time the supervisor gives up: `/readyz` says 503 with the reason, and the node
-ends, so that whoever started it sees that it is ill and can start it anew.
+A task that ends without an exception is done and is not started again. When a task that fails is started again, and
+when it has failed too often, says `holdfast.restarts`. Then the supervisor gives up: `/readyz` says 503 with the
+reason, and the node ends, so that whoever started it sees that it is ill and can start it anew. The same holds for the
+threads that a store keeps for itself.
 """
 
 from __future__ import annotations
@@ -20,52 +21,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
+
+from holdfast.restarts import Failure, Restarts
 
 logger = logging.getLogger("holdfast.node")
 
-PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.1, 5.0
-STEADY_SECONDS = 30.0
-FAILURES_MAX = 8
-
 Factory = Callable[[], Coroutine[Any, Any, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A task that has failed and has not run well since."""
-
-    name: str
-    error: str
-    count: int
-    """How often in a row."""
-    given_up: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} failed {self.count} time{'s' if self.count > 1 else ''}: {self.error}"
-
-
-class Restarts:
-    """When one task is started again, by how often it has failed; pure."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._started_at = 0.0
-
-    def started(self, now: float) -> None:
-        self._started_at = now
-
-    def steady(self, now: float) -> bool:
-        """It has run long enough to count as well again."""
-        return now - self._started_at >= STEADY_SECONDS
-
-    def failed(self, now: float) -> float | None:
-        """How long to wait before the next start; None: it has failed too often."""
-        self.count = 1 if self.steady(now) else self.count + 1
-        if self.count >= FAILURES_MAX:
-            return None
-        return min(PAUSE_SECONDS * 2.0 ** (self.count - 1), PAUSE_SECONDS_MAX)
 
 
 class Supervisor:
@@ -75,7 +37,8 @@ class Supervisor:
         self._give_up, self._clock = give_up, clock
         self._failures: dict[str, tuple[Failure, Restarts]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stopping = False
+        self._elsewhere: list[Callable[[], Failure | None]] = []
+        self._stopping = self._ended = False
 
     @property
     def failures(self) -> dict[str, Failure]:
@@ -84,12 +47,13 @@ class Supervisor:
         for name in [n for n, (failure, restarts) in self._failures.items() if not failure.given_up]:
             if name in self._tasks and self._failures[name][1].steady(now):
                 del self._failures[name]
-        return {name: failure for name, (failure, _) in self._failures.items()}
+        elsewhere = [failure for look in self._elsewhere if (failure := look()) is not None]
+        return {failure.name: failure for failure in [*(each for each, _ in self._failures.values()), *elsewhere]}
 
     @property
     def problem(self) -> str | None:
         """Why this node should get no clients just now; None: it is well. One failure alone is no reason."""
-        found = [failure for failure in self.failures.values() if failure.given_up or failure.count > 1]
+        found = [failure for failure in self.failures.values() if failure.serious]
         return "; ".join(map(str, found)) or None
 
     def run(self, name: str, factory: Factory) -> None:
@@ -101,6 +65,22 @@ class Supervisor:
     def run_thread(self, name: str, work: Callable[[], None]) -> None:
         """Keep this function running on a thread of its own; it returns when its owner wants it to."""
         self.run(name, lambda: _on_thread(name, work))
+
+    def look_after(self, look: Callable[[], Failure | None]) -> None:
+        """Its failures are this node's; `check` ends the node if it is given up."""
+        self._elsewhere.append(look)
+
+    def check(self) -> None:
+        """To be called now and then."""
+        for look in list(self._elsewhere):
+            failure = look()
+            if failure is not None and failure.given_up:
+                self._ended_by(failure)
+
+    def _ended_by(self, failure: Failure) -> None:
+        if not self._ended:
+            self._ended = True
+            self._give_up(str(failure))
 
     async def stop(self) -> None:
         """End every task. A thread that has not been told to return is left alone: it is a daemon."""
@@ -133,7 +113,7 @@ class Supervisor:
         self._failures[name] = (failure, restarts)
         if pause is None:
             logger.critical("%s; the node ends", failure, exc_info=error)
-            self._give_up(str(failure))
+            self._ended_by(failure)
         else:
             logger.error("%s; it is started again in %.1f s", failure, pause, exc_info=error)
         return pause

@@ -216,6 +216,13 @@ class Positions:
 
     # -- how far it has come ---------------------------------------------------------------------------------
 
+    def stand(self, stream: Stream, heads: Heads) -> int:
+        """The first offset that has not been taken from the log."""
+        found = self.behind.get(stream)
+        if found is not None:
+            return found
+        return self.done.past(stream) if self.is_unread(stream) else heads.known(stream) or 0
+
     def bring_up(
         self,
         streams: Iterable[Stream],
@@ -245,6 +252,8 @@ class Positions:
                 self._bring_up(stream, head, flying.get(stream, ()), first_waiting.get(stream))
             elif stream in self.behind:
                 self.done.set(stream, self.behind[stream])  # dropped: whoever comes to read it will see
+            elif stream not in flying and stream not in first_waiting:
+                self.done.set(stream, DONE)  # dropped, and all of it was sent
         return further
 
     def _bring_up(self, stream: Stream, head: int, flying: Sequence[int], waiting: int | None) -> None:

@@ -67,7 +67,11 @@ class Session:
         others = [s for s in self.subscriptions if s is not subscription]
         if others:
             self.bring_up(seen)
-            if begin.covers(positions.done):
+            if begin.covers(positions.done) and all(
+                begin.past(stream) >= positions.stand(stream, seen) for stream in self._unfinished(seen)
+            ):
+                if not new:
+                    self._keep_wanted()
                 return new
             had = positions.done.copy()
             made: dict[int, CursorMap] = {}
@@ -86,9 +90,13 @@ class Session:
     def unsubscribe(self, filter_text: str) -> Subscription | None:
         gone = self.subscriptions.remove(filter_text)
         if gone is not None:
-            meaning = self.subscriptions.meaning_at
-            self.outgoing.keep(lambda rows, i: bool(meaning(rows.topics[i], rows.stream, rows.offsets[i])))
+            self._keep_wanted()
         return gone
+
+    def _keep_wanted(self) -> None:
+        """Of what waits, only what a subscription still means."""
+        meaning = self.subscriptions.meaning_at
+        self.outgoing.keep(lambda rows, i: bool(meaning(rows.topics[i], rows.stream, rows.offsets[i])))
 
     # -- feeding -----------------------------------------------------------------------------------------
 
@@ -130,13 +138,19 @@ class Session:
             return
         positions, everything = self.positions, streams is None
         if streams is None:
-            last = heads.newest if positions.unread_from is None else positions.unread_from - 1
-            recent = range(heads.oldest_open, last + 1)
-            open_ = [stream for generation in recent for stream in heads.of_generation(generation)]
-            older = [Stream(heads.log, shard, generation) for generation, shard, _ in positions.done]
-            streams = [*open_, *older, *positions.behind]
+            streams = self._unfinished(heads)
         if positions.bring_up(streams, heads, self.window, self.outgoing.firsts) or everything:
             positions.drop_covered()
+
+    def _unfinished(self, heads: Heads) -> list[Stream]:
+        """Streams that are not done to their ends, for all that is known, but for those that are unread as a whole."""
+        positions = self.positions
+        last = heads.newest if positions.unread_from is None else positions.unread_from - 1
+        recent = range(heads.oldest_open, last + 1)
+        found = dict.fromkeys(stream for generation in recent for stream in heads.of_generation(generation))
+        found.update(dict.fromkeys(Stream(heads.log, shard, generation) for generation, shard, _ in positions.done))
+        found.update(dict.fromkeys(positions.behind))
+        return list(found)
 
     def loss(self, heads: Mapping[Stream, int], now: float, policy: Policy) -> Trimmed:
         """What it can no longer be given, and whether it may come; nothing is changed."""

@@ -18,6 +18,9 @@ from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.window import Delivery
 from holdfast.topics import TopicFilter
 
+LESS_BYTES = 4
+"""So much smaller a packet may be for another client, besides subscription identifiers: QoS 0, shorter lengths."""
+
 
 class LoanFeed:
     """One loan of one session."""
@@ -26,11 +29,14 @@ class LoanFeed:
         "_news",
         "counts",
         "done",
+        "halted",
         "in_flight",
+        "largest_packet",
         "loan",
         "news_to",
         "next_offset",
         "parked",
+        "refused",
         "sent",
         "stays",
         "stopped",
@@ -51,13 +57,19 @@ class LoanFeed:
         """The group counts deliveries."""
         self.in_flight: set[int] = set()
         self.parked: set[int] = set()
-        """Never to be delivered: these are on their way to the dead letters, and news only when they are there."""
+        """Never to be delivered under this loan, and news only once they are among the dead letters."""
         self.sent: list[int] = []
         """Offsets sent since the agent was last told, where that is counted."""
         self.stays = False
         """Its QoS 2 deliveries wait for the client to come back."""
         self.too_large: list[int] = []
-        """Offsets that the client cannot be sent, since somebody last looked."""
+        """Offsets that nobody in the group can be sent, since somebody last looked."""
+        self.refused: list[tuple[int, int]] = []
+        """Those that only this client cannot be sent, each with the bytes of the smallest packet it fits into."""
+        self.largest_packet = start.largest_packet
+        """Nobody in the group takes larger ones."""
+        self.halted = False
+        """One was refused, and what comes after it must not be sent before it: the loan goes back."""
         self.news_to: dict[LoanFeed, None] = {}
         """Where this loan is noted when it has news."""
         self._news: list[Range] = []
@@ -68,9 +80,11 @@ class LoanFeed:
 
     def choose(self, rows: Rows, picks: Sequence[int], past: int) -> Sequence[int]:
         """Which of the matching rows are this loan's to deliver; everything else below `past` is passed over."""
+        if past <= self.next_offset:
+            return ()  # read for a neighbour, who began before
         offsets = rows.offsets
         if picks and offsets[picks[0]] < self.next_offset:
-            picks = [at for at in picks if offsets[at] >= self.next_offset]
+            picks = self._not_before(picks, offsets)
         mine = self.done.chosen(picks, offsets, rows.publishers, rows.topics)
         if self.parked:
             mine = [at for at in mine if offsets[at] not in self.parked]
@@ -79,6 +93,12 @@ class LoanFeed:
         else:
             self._pass_over([offsets[at] for at in mine], past)
         return mine
+
+    def _not_before(self, picks: Sequence[int], offsets: Sequence[int]) -> Sequence[int]:
+        """Without those that lie before what is read next."""
+        if isinstance(picks, range) and picks.step == 1 and isinstance(offsets, range):
+            return picks[self.next_offset - offsets[picks[0]] :]
+        return [at for at in picks if offsets[at] >= self.next_offset]
 
     def _pass_over(self, chosen: Sequence[int], past: int) -> None:
         """Of the offsets that may be ours, those below `past` that were not chosen are done with."""
@@ -125,10 +145,15 @@ class LoanFeed:
     def passed(self, offset: int) -> None:
         self.settle_offset(offset)
 
-    def unsendable(self, offset: int) -> None:
-        """Larger than the client takes: it is set aside among the dead letters, and news only when it is there."""
+    def unsendable(self, offset: int, packet_bytes: int) -> None:
+        """Larger than the client takes: it is for somebody else in the group, or for nobody."""
         self.parked.add(offset)
-        self.too_large.append(offset)
+        least = packet_bytes - len(self.subscription.identifier_bytes) - LESS_BYTES
+        if least > self.largest_packet:
+            self.too_large.append(offset)
+        else:
+            self.refused.append((offset, least))
+            self.halted = self.done.key != "message"
         self.news_to[self] = None
 
     def settle_offset(self, offset: int) -> None:

@@ -51,9 +51,10 @@ class LentBefore:
 
 def content_of(session: Session, heads: Heads, leaving: str) -> Content:
     """What is to be stored of it; `leaving`: the connection after which this is the last word, or nothing."""
-    positions = session.positions
-    dirty = positions.take_dirty()
-    session.bring_up(heads, None if leaving else dirty)
+    dirty = session.positions.take_dirty()
+    # A flush looks at what has moved only: there are many of them.
+    whole = leaving or session.subscriptions.packed is None
+    session.bring_up(heads, None if whole else dirty)
     return Content(
         _subscriptions(session.subscriptions),
         pack_cursors(session.stored_cursors()),

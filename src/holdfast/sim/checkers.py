@@ -2,11 +2,13 @@
 
 one reader per loan           nobody delivers a message while another may deliver it too
 one key, one member           nobody is given a message while another, in good standing, has one of the same key
+in order                      nobody is given a message before an earlier one of its key was given to somebody
 cursors only forward          what is saved covers what was saved before
 nothing skipped               what is saved as acknowledged was acknowledged by a client
 acknowledged never again      nobody is given what is durable; in an exact run, nobody is given what was acked
 one leader                    a leader speaks only while the store, too, counts it as the leader
 order                         a shard's next generation begins when the last is consumed (order "strict")
+nobody gives up early         what was set aside for its size is too large for everybody who was there for a while
 after healing                 everything consumed, balanced within one, nothing left over
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from holdfast.groups.leading.leader import Leader
 from holdfast.groups.progress import Done, StreamProgress, overlap, part_of
 from holdfast.groups.protocol.effects import GroupSend, Save, StartReading
 from holdfast.groups.protocol.messages import (
@@ -24,7 +27,7 @@ from holdfast.groups.protocol.messages import (
     PingResponse,
     UpdateStreams,
 )
-from holdfast.groups.protocol.nouns import GroupId, Key, Layer, Loan, Mark, Piece
+from holdfast.groups.protocol.nouns import GroupId, Key, Layer, Loan, Mark, MemberId, Piece
 from holdfast.groups.record import GroupRecord
 from holdfast.model import Stream
 from holdfast.sim.world import Sent, World
@@ -55,6 +58,8 @@ class Truth:
         self.acked: dict[tuple[str, Stream], set[int]] = {}
         self.owed: dict[tuple[str, Stream], dict[int, str]] = {}
         """Acknowledged under a loan in good standing, and to whom; a crash of that one excuses its loss."""
+        self._given: dict[tuple[str, Stream], set[int]] = {}
+        """Delivered to anybody, at least once."""
         self.starts: dict[str, dict[Stream, int]] = {}
         """By course, where each stream began."""
         self.declared: dict[str, GroupRecord] = {}
@@ -63,6 +68,10 @@ class Truth:
         """By course, loans that are being read, and those of which something is still in flight."""
         self.deliveries = 0
         self.repeats = 0
+        self._seated: dict[tuple[int, MemberId], float] = {}
+        """Since when each member has been let in, under which epoch."""
+        self._told_within = 0.5 if exact else 7.0
+        """By then every member has heard of another that takes larger packets, or has stopped for want of answers."""
         world.store.on_save = self.saved
 
     def fail(self, promise: str, detail: str) -> None:
@@ -102,6 +111,7 @@ class Truth:
         key = (loan.course, loan.piece.stream)
         self._alone(reading, self.readers.get(key, []))
         self._one_member(reading, offset)
+        self._earlier_first(reading, offset)
         self.deliveries += 1
         if offset in self.acked.get(key, ()):
             self.repeats += 1
@@ -121,6 +131,15 @@ class Truth:
         done = Done(loan.piece, Mark(), (), self._key(loan.course))
         if offset < len(messages) and done.owns(offset, *messages[offset]):
             self.was_acked(loan, offset)
+
+    def too_large(self, loan: Loan, offsets: Iterable[int], leader: Leader) -> None:
+        """Set aside because of its size: it must be too large for everybody whom the leader has let in."""
+        for offset in offsets:
+            size = self.world.log.sizes.get((loan.piece.stream, offset), 0)
+            for seat in leader.seats.values():
+                since = self._seated.get((leader.epoch, seat.member), self.world.now)
+                if seat.active and seat.packet_max >= size and since < self.world.now - self._told_within:
+                    self.fail("nobody gives up early", f"{loan}: {offset} is set aside, and {seat.member} takes it")
 
     def crashed(self, where: str) -> None:
         """Whatever was known only there is lost, and nobody is to blame."""
@@ -155,6 +174,19 @@ class Truth:
                 continue
             if any(_word(key, messages[theirs][flying]) == word for flying in other.in_flight):
                 self.fail("one key, one member", f"{reading.where} is given {word}, {other.where} has {other.loan}")
+
+    def _earlier_first(self, reading: SimReading, offset: int) -> None:
+        course, stream = reading.loan.course, reading.loan.piece.stream
+        key, messages = self._key(course), self.world.log.messages.get(stream)
+        given = self._given.setdefault((course, stream), set())
+        given.add(offset)
+        if key == "message" or messages is None:
+            return
+        acked = self.acked.get((course, stream), set())
+        for earlier in range(self.starts.get(course, {}).get(stream, 0), offset):
+            if earlier in given or earlier in acked or _word(key, messages[earlier]) != _word(key, messages[offset]):
+                continue
+            self.fail("in order", f"{reading.where} is given {reading.loan} offset {offset}, nobody {earlier}")
 
     def _in_order(self, loan: Loan) -> None:
         record = self.declared[loan.course.rpartition(".")[0]]
@@ -211,10 +243,13 @@ class Truth:
         match send.message:
             case Grant(piece=piece, course=course, mark=mark, skip=skip, key=key):
                 self._knows_what_is_durable(group, Leased(piece, course, mark, skip, key))
-            case LeaseStreams(streams=streams) | UpdateStreams(streams=streams):
+            case LeaseStreams(member=member, streams=streams) | UpdateStreams(member=member, streams=streams):
+                self._seated.setdefault((epoch, member), self.world.now)
                 for leased in streams:
                     self._knows_what_is_durable(group, leased)
-            case PingResponse() | LeaderConnectResponse():
+            case LeaderConnectResponse(member=member):
+                self._seated.setdefault((epoch, member), self.world.now)
+            case PingResponse():
                 pass
             case _:
                 return

@@ -6,14 +6,35 @@ A session here does what the session handler does for real: it keeps what is in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from holdfast.groups.leading.leader import Leader
 from holdfast.groups.member.agent import Agent
 from holdfast.groups.member.batch_member import BatchMember
 from holdfast.groups.progress import Done
-from holdfast.groups.protocol.effects import Abandon, Effect, Ended, Joined, Park, Redeliver, StartReading, StopReading
-from holdfast.groups.protocol.events import Acked, Closed, Delivered, Drained, JoinGroup, Leave, QuitGroup
-from holdfast.groups.protocol.nouns import GroupId, Loan, MemberId
+from holdfast.groups.protocol.effects import (
+    Abandon,
+    ChangeLargestPacket,
+    Effect,
+    Ended,
+    Joined,
+    Park,
+    Redeliver,
+    StartReading,
+    StopReading,
+)
+from holdfast.groups.protocol.events import (
+    Acked,
+    Closed,
+    Delivered,
+    Drained,
+    JoinGroup,
+    Leave,
+    QuitGroup,
+    Refused,
+    Unsendable,
+)
+from holdfast.groups.protocol.nouns import NO_LIMIT, GroupId, Loan, MemberId
 from holdfast.machine import Address, Machine
 from holdfast.model import Stream
 from holdfast.sim.checkers import SimReading
@@ -33,6 +54,9 @@ class SimReader:
     in_flight: set[int]
     stopped: bool = False
     counts: bool = False
+    largest_packet: int = NO_LIMIT
+    set_aside: set[int] = field(default_factory=set)
+    """Not to be delivered: on their way to the dead letters, or refused."""
 
 
 @dataclass(slots=True)
@@ -49,6 +73,8 @@ class Member(Actor):
     def __init__(self, node: SimNode, name: str, machine: Machine):
         super().__init__(node, name, machine)
         self.readers: dict[Loan, SimReader] = {}
+        self.packet_max = NO_LIMIT
+        self._set_aside: dict[Loan, set[int]] = {}
         self.ack_seconds = 0.05
         self.stuck_until = -1.0
         """Until then the client acknowledges nothing."""
@@ -74,7 +100,16 @@ class Member(Actor):
             case Redeliver(loan, offsets):
                 if reader := self.readers.get(loan):
                     self._deliver(reader, list(offsets))
-            case Park(loan, offsets):
+            case ChangeLargestPacket(member, largest_packet):
+                for loan, reader in self.readers.items():
+                    if loan.member == member:
+                        reader.largest_packet = largest_packet
+            case Park(loan, offsets, too_large):
+                if too_large:
+                    for leader in self.leaders(loan):
+                        self.node.truth.too_large(loan, offsets, leader)
+                    reader = self.readers.get(loan)
+                    (reader.set_aside if reader else self._set_aside.setdefault(loan, set())).update(offsets)
                 self.world.after(0.01, self, Acked(loan, tuple((offset, offset) for offset in offsets)))
                 for offset in offsets:
                     self.node.truth.parked(loan, offset)
@@ -94,6 +129,10 @@ class Member(Actor):
         """Is the loan's member still the life that speaks for it?"""
         raise NotImplementedError
 
+    def leaders(self, loan: Loan) -> list[Leader]:
+        """Who lent it, if it still leads."""
+        return []
+
     # ------------------------------------------------------------------------------------- reading
 
     def _start(self, effect: StartReading) -> None:
@@ -101,6 +140,8 @@ class Member(Actor):
         done = Done(effect.loan.piece, effect.mark, effect.skip, effect.key)
         counts = effect.policy != (None, None)
         reader = SimReader(effect.loan, done, reading, done.cursor.floor, reading.in_flight, counts=counts)
+        reader.largest_packet = effect.largest_packet
+        reader.set_aside = self._set_aside.pop(effect.loan, set())
         self.readers[effect.loan] = reader
         self.world.after(0.0, self, _Pump(reader))
 
@@ -135,18 +176,37 @@ class Member(Actor):
             return
         passed: list[tuple[int, int]] = []
         sent: list[int] = []
+        refused: list[tuple[int, int]] = []
+        unsendable: list[int] = []
         step = reader.done.step
         while reader.position < len(messages) and len(reader.in_flight) + len(sent) < WINDOW:
             offset = reader.position
             reader.position += 1
             if reader.done.wants(offset, *messages[offset]):
-                sent.append(offset)
+                size = self.world.log.sizes.get((reader.loan.piece.stream, offset), 0)
+                if offset in reader.set_aside:
+                    continue
+                if size <= self.packet_max:
+                    sent.append(offset)
+                    continue
+                reader.set_aside.add(offset)
+                least = size - self.world.log.size_doubt
+                if least > reader.largest_packet:
+                    unsendable.append(offset)
+                else:
+                    refused.append((offset, least))
+                    if reader.done.key != "message":
+                        break  # what comes after it must not be delivered before it
             elif not reader.done.cursor.is_acked(offset) and offset % step == reader.done.index % step:
                 passed.append((max(0, offset - step + 1), offset))
         if passed:
             super()._step(Acked(reader.loan, tuple(passed)))
+        if unsendable:
+            super()._step(Unsendable(reader.loan, tuple(unsendable)))
         if sent:
             self._deliver(reader, sent)
+        if refused:
+            super()._step(Refused(reader.loan, tuple(refused)))
 
     def _deliver(self, reader: SimReader, offsets: list[int]) -> None:
         world = self.world
@@ -201,14 +261,21 @@ class SimSession(Member):
 
     machine: Agent
 
-    def __init__(self, node: SimNode, name: str, incarnation: int):
-        super().__init__(node, name, Agent(name, incarnation, node.name, node.world.member_settings))
+    def __init__(self, node: SimNode, name: str, incarnation: int, packet_max: int = NO_LIMIT):
+        super().__init__(node, name, Agent(name, incarnation, node.name, node.world.member_settings, packet_max))
+        self.packet_max = packet_max
         self.closed = False
         node.sessions[self.machine.address.name] = self
 
     def current(self, loan: Loan) -> bool:
         borrower = self.machine.borrowers.get(loan.member.number)
         return borrower is not None and borrower.member == loan.member
+
+    def leaders(self, loan: Loan) -> list[Leader]:
+        borrower = self.machine.borrowers[loan.member.number]
+        nodes = [node for node in self.world.nodes.values() if isinstance(node, SimNode)]
+        actors = [node.leaders[str(borrower.group)] for node in nodes if str(borrower.group) in node.leaders]
+        return [actor.machine for actor in actors if actor.machine.epoch == borrower.epoch]
 
     def subscribe(self, group: GroupId, born: str) -> None:
         self.on(JoinGroup(group, born))

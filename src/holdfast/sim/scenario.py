@@ -4,9 +4,11 @@
     node n1                       a node; the first mention of one is enough
     streams 2                     the log's next generation, with so many shards (what was open is sealed)
     group order=parallel key=topic start=latest slices=1 ack_timeout=1 attempts=3
-    join a @n1                    a session subscribes (with `lease`: a batch reader joins)
+    join a @n1                    a session subscribes (with `lease`: a batch reader joins; with `packets=1000`: its
+                                  client takes no larger ones)
     unsubscribe a                 and `subscribe a`, `close a`, `leave b`
     publish 0 x x y/t             to shard 0 of the open generation, by these publishers (and to these topics)
+    publish 0 bytes=1500 x        the same, large messages
     hold a                        its client acknowledges nothing more, until `ack a`
     drop retention                the oldest generation is dropped
     lose Grant 1                  the next so many messages of that kind are lost
@@ -38,7 +40,7 @@ from holdfast.groups.protocol.messages import (
     SetPaused,
     UpdateStreams,
 )
-from holdfast.groups.protocol.nouns import GroupId, Policy, check_key
+from holdfast.groups.protocol.nouns import NO_LIMIT, GroupId, Policy, check_key
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.machine import Address
@@ -145,7 +147,8 @@ class Scenario:
         if "lease" in words:
             self.members[name] = SimBatch(node, name, number, GROUP, self._declare())
             return
-        session = self.members[name] = SimSession(node, name, number)
+        packet_max = next((int(word.partition("=")[2]) for word in words if word.startswith("packets=")), NO_LIMIT)
+        session = self.members[name] = SimSession(node, name, number, packet_max)
         session.ack_seconds = 0.01
         old = next((word.partition("=")[2] for word in words if word.startswith("born=")), None)
         session.subscribe(GROUP, old or self._declare())
@@ -184,7 +187,9 @@ class Scenario:
 
     def on_publish(self, words: list[str]) -> None:
         stream = Stream("messages", int(words[0]), self.world.log.generation)
-        for word in words[1:]:
+        size = next((int(word.partition("=")[2]) for word in words if word.startswith("bytes=")), 0)
+        for word in [word for word in words[1:] if not word.startswith("bytes=")]:
+            self.world.log.sizes[stream, len(self.world.log.messages[stream])] = size
             publisher, _, topic = word.partition("/")
             self.world.publish(stream, publisher, topic or "t")
 

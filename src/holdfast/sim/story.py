@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from holdfast.groups.protocol.effects import Effect, Save
 from holdfast.groups.protocol.messages import Carried, Leased, Report
-from holdfast.groups.protocol.nouns import Layer, Loan, Mark
+from holdfast.groups.protocol.nouns import NO_LIMIT, Layer, Loan, Mark
 from holdfast.groups.record import GroupRecord
 from holdfast.machine import Address, Send
 
@@ -25,6 +25,7 @@ _QUIET = {
     "trusted_until",
     "in_doubt",
 }
+_USUAL = {"key": "publisher", "packet_max": NO_LIMIT, "largest_packet": NO_LIMIT}
 
 
 def describe(effect: Effect) -> str:
@@ -44,7 +45,7 @@ def say(thing: object) -> str:
     parts = [name]
     for field in fields(thing):  # type: ignore[arg-type]
         value = getattr(thing, field.name)
-        if field.name in _QUIET or value in (None, (), False, "") or (field.name == "key" and value == "publisher"):
+        if field.name in _QUIET or value in (None, (), False, "", _USUAL.get(field.name)):
             continue
         if isinstance(value, tuple) and all(item is None for item in value):
             continue
@@ -56,8 +57,9 @@ def show(value: object) -> str:
     match value:
         case float():
             return f"{value:.3g}"
-        case Report(piece, loan, mark, final):
-            return f"{piece}#{loan}@{mark}{' final' if final else ''}"
+        case Report(piece, loan, mark, final, _, refused):
+            too_large = f" refused {','.join(str(offset) for offset, _ in refused)}" if refused else ""
+            return f"{piece}#{loan}@{mark}{' final' if final else ''}{too_large}"
         case Carried(piece, _, mark) | Leased(piece, _, mark, _, _):
             return f"{piece}@{mark}"
         case Loan() | Mark():

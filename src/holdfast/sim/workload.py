@@ -11,7 +11,7 @@ from zlib import crc32
 
 from holdfast.groups.protocol.events import Retreat
 from holdfast.groups.protocol.messages import Ask, DeleteGroup, Request, Seek, SetPaused
-from holdfast.groups.protocol.nouns import GroupId, Key, Policy
+from holdfast.groups.protocol.nouns import NO_LIMIT, GroupId, Key, Policy
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.keys import record_key
@@ -33,6 +33,7 @@ class Person:
 
     name: str
     lease: bool = False
+    packet_max: int = NO_LIMIT
     incarnation: int = 0
     session: SimSession | None = None
     job: SimBatch | None = None
@@ -64,7 +65,11 @@ class Workload:
         self.publishers = [f"p{n}" for n in range(rng.choice([1, 8, 8]))]
         self.policy = rng.choice([Policy(), Policy(), Policy(), Policy(1.0, 3), Policy(None, 4)])
         self.borns = 0
-        self.people = [Person(f"s{n + 1}") for n in range(rng.randint(1, 5))]
+        self.large = rng.choice([0.0, 0.0, 0.1, 0.4])
+        """How many messages are larger than some members take, or all."""
+        world.log.size_doubt = rng.choice([0, 0, 600])
+        limits = [NO_LIMIT, 1000, 2000] if self.large else [NO_LIMIT]
+        self.people = [Person(f"s{n + 1}", packet_max=rng.choice(limits)) for n in range(rng.randint(1, 5))]
         self.people += [Person(f"b{n + 1}", lease=True) for n in range(rng.choice([0, 1, 1, 2]))]
         self.asks: dict[str, Ask] = {}
         self.requests = 0
@@ -122,7 +127,7 @@ class Workload:
             person.wants = {group: born}
             person.job.ack_seconds = rng.choice([0.02, 0.3])
             return
-        person.session = SimSession(node, person.name, person.incarnation)
+        person.session = SimSession(node, person.name, person.incarnation, person.packet_max)
         person.session.ack_seconds = rng.choice([0.02, 0.1, 0.5])
         if not person.wants:
             person.wants = {group: self.declare(group).born}
@@ -210,7 +215,10 @@ class Workload:
             # As the log does it: a publisher's messages lie in one shard, a topic's in as many as it has publishers in.
             publisher = rng.choice(self.publishers)
             streams = world.log.open_streams()
-            world.publish(streams[crc32(publisher.encode()) % len(streams)], publisher, f"t/{rng.randint(0, 4)}")
+            stream = streams[crc32(publisher.encode()) % len(streams)]
+            if rng.random() < self.large:
+                world.log.sizes[stream, len(world.log.messages[stream])] = rng.choice([1500, 2500])
+            world.publish(stream, publisher, f"t/{rng.randint(0, 4)}")
             self.published += 1
             world.after(rng.random() * self.publish_every, _Do(self), ("publish", None))
 

@@ -53,6 +53,10 @@ class SimLog:
         self.messages: dict[Stream, list[Sent]] = {}
         self.sealed: set[Stream] = set()
         self.generation = 0
+        self.sizes: dict[tuple[Stream, int], int] = {}
+        """Of the messages that are large."""
+        self.size_doubt = 0
+        """So much smaller a packet may be for another client: nobody knows but whoever sends it."""
         self.dropped: set[Stream] = set()
         self.version = 0
 

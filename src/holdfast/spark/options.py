@@ -38,7 +38,7 @@ WRITING = {
     "shards": "create the log with so many shards if it is not there",
     "shardby": "publisher (default) or topic, for a log that is created",
     "writeid": "name a batch write: the same name lands once, however often it is run",
-    "writebatch": "with writeId: its how-manieth batch this is; a number that grows",
+    "writebatch": "with writeId: the sequence number of this batch; it must grow",
     "position": "with writeId: text to be kept with the batch, for whoever goes on from it",
 }
 

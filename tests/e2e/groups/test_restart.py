@@ -114,3 +114,15 @@ def test_groups_may_be_switched_off(tmp_path: Path, name: str, version: int) -> 
         suback = raw.subscribe(f"$share/g/{name}/#")
         assert suback[-1] == (0x9E if version == V5 else 0x80)
         assert raw.subscribe(f"{name}/#")[-1] == 1
+
+
+def test_a_group_whose_last_member_died_with_its_leaders_node_expires(mortal: Node, member: Connect, name: str) -> None:
+    group = f"g:{name}/#"
+    mortal.post("/api/v1/groups", {"name": "g", "filter": f"{name}/#", "idle_seconds_max": 2.0})
+    reader = member(mortal, f"{name}-reader", f"$share/g/{name}/#")
+    settled(mortal, group, [reader.client_id])
+    mortal.kill()
+    reader.crash()
+    mortal.start()
+    assert exists(mortal, group)
+    wait_for(lambda: not exists(mortal, group), 60, "it expires")

@@ -331,6 +331,7 @@ class Leader:
             self._place_at,
             self._settle_at,
             self._retire_at,
+            self.lender.refusals.deadline,
             self._seek.until if self._seek else inf,
         )
 
@@ -349,6 +350,9 @@ class Leader:
         effects: list[LeaderEffect] = []
         if now >= self.lender.resend_at:
             effects += self.lender.resend(now)
+        if now >= self.lender.refusals.deadline:
+            self.lender.refusals.sweep(self.group_streams.progress, now)
+            self._place_soon(now)
         if now >= self._place_at or (self._seek and now >= self._seek.until):
             effects += self._place(now)
         if now >= self._retire_at:
@@ -401,6 +405,8 @@ class Leader:
     def _retire(self, now: float) -> list[LeaderEffect]:
         self._retire_at = inf
         self._retiring = True
+        if self.record and not self.seats:
+            self._note_idle(self.record, now)  # whoever led before may have died together with the last member
         return self._go(now) if self._may_go() else []
 
     def _may_go(self) -> bool:
@@ -528,14 +534,15 @@ class Leader:
         seat = self.seats.get(wanted.member) or self._admit(wanted, now)
         if seat is None or seat.condemned or seat.kind != _kind(wanted):
             return []
+        news = self.lender.tell_largest()
         if isinstance(seat, BatchSeat):
-            return self._on_find(seat, wanted, now)
+            return [*news, *self._on_find(seat, wanted, now)]
         seat.home = wanted.reply_to
         good_for = self._count_on(seat, now)
         # It may have sat here before without knowing it; a grant from then may still be on its way.
         oldest = self.book.oldest_number(seat.member)
         response = LeaderConnectResponse(seat.member, self.epoch, self.here, wanted.sent_at, good_for, oldest)
-        return [Send(seat.home, response)]
+        return [*news, Send(seat.home, response)]
 
     def _on_find(self, seat: BatchSeat, find: LeaderWanted | FindLeader, now: float) -> list[LeaderEffect]:
         if seat.batch_status not in (BatchStatus.WAITING, BatchStatus.LEASING):
@@ -567,8 +574,8 @@ class Leader:
             self.seats[member].leaving = True
         seat = (
             BatchSeat(wanted.member, wanted.reply_to, now)
-            if kind == BATCH
-            else Seat(wanted.member, wanted.reply_to, now)
+            if isinstance(wanted, FindLeader)
+            else Seat(wanted.member, wanted.reply_to, now, packet_max=wanted.packet_max)
         )
         self.seats[wanted.member] = seat
         self._retire_at, self._retiring = inf, False
@@ -585,8 +592,13 @@ class Leader:
         self._place_soon(now)
         if not self.seats:
             self._retire_at = now + self.settings.linger_seconds
-            if self.record and self.record.idle_seconds_max is not None:
-                self._write(replace(self.record, idle=True), now)
+            if self.record:
+                self._note_idle(self.record, now)
+
+    def _note_idle(self, record: GroupRecord, now: float) -> None:
+        """Nobody is in the group: its time runs, if it has any."""
+        if record.idle_seconds_max is not None and not record.idle:
+            self._write(replace(record, idle=True), now)
 
     def _count_on(self, seat: Seat, now: float) -> float:
         """How long the member may go on from when it asked; its seat is kept at least as long."""
@@ -610,8 +622,8 @@ class Leader:
             self.unsaved.by(now + self.settings.gather_seconds)
         kept = not ping.carried or self._kept(seat, ping.carried)
         good_for = self._count_on(seat, now)
-        oldest = self.book.oldest_number(ping.member)
-        return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, kept))]
+        oldest, largest = self.book.oldest_number(ping.member), self.lender.largest_packet
+        return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, kept, largest))]
 
     def _on_quiet_ping(self, ping: Ping, now: float) -> list[LeaderEffect] | None:
         """What nearly all of them are: alive, and nothing new. Thousands of idle members cost little more than this."""
@@ -629,8 +641,8 @@ class Leader:
             return None
         # The deadline stays: a seat's time only grows, and who is late is looked for when the earliest would be.
         good_for = self._count_on(seat, now)
-        oldest = self.book.oldest_number(ping.member)
-        return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, True))]
+        oldest, largest = self.book.oldest_number(ping.member), self.lender.largest_packet
+        return [Send(seat.home, PingResponse(ping.member, self.epoch, ping.sent_at, good_for, oldest, True, largest))]
 
     def _refuse(self, message: Ping | UpdateStreamStates) -> list[LeaderEffect]:
         # While loading we know nobody, and must not send away those whom we are about to let in.
@@ -752,6 +764,7 @@ class Leader:
         self._seek = None
         self._write(self.record.turned(dict(seek.offsets), seek.from_generation), now)
         self.group_streams.start_over(self.record)
+        self.lender.refusals.clear()
         self._answer(seek.ask, now)
         self.unsaved.by(now)
         self._place_waits = True

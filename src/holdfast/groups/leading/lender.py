@@ -5,6 +5,7 @@
     piece -> member       [absent]                lend it: Grant
     piece -> another      GRANTING, GRANTED       call it back: Revoke
     (not to be lent)      GRANTING, GRANTED       call it back: Revoke
+    anything              GRANTED, but refused    call it back: Revoke (a message is too large for its owner)
     anything              REVOKING, REVOKED       wait: each piece for itself, never for its neighbours
 
 The one surprising rule: a piece is cut into slices only while it is not lent, so one that must be cut finer is first
@@ -21,13 +22,14 @@ from math import inf
 from holdfast.groups.leading.batch_seat import BatchDesk, BatchSeat
 from holdfast.groups.leading.loans import LoanBook, LoanEntry, LoanStatus
 from holdfast.groups.leading.placement import place, place_together, slices_wanted
+from holdfast.groups.leading.refusals import Refusals
 from holdfast.groups.leading.seats import Seat
 from holdfast.groups.leading.streams import GroupStreams
 from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.progress import overlap
 from holdfast.groups.protocol.effects import LeaderEffect
-from holdfast.groups.protocol.messages import Grant, Report, Revoke, Revoked
-from holdfast.groups.protocol.nouns import MemberId, Piece
+from holdfast.groups.protocol.messages import Grant, LargestPacket, Report, Revoke, Revoked
+from holdfast.groups.protocol.nouns import NO_LIMIT, Key, MemberId, Piece
 from holdfast.groups.protocol.view import MemberView, PieceView
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
@@ -48,6 +50,9 @@ class Lender:
         self.group_streams = GroupStreams(unsaved)
         self.book = LoanBook(name)
         self.seats: dict[MemberId, Seat] = {}
+        self.refusals = Refusals(settings.refusal_rest_seconds)
+        self.largest_packet = NO_LIMIT
+        """That anybody takes who may be lent anything."""
         self.desk = BatchDesk(self.book, self.group_streams, settings, epoch, here, unsaved)
         self.resend_at = inf
         self.unrecorded: dict[str, list[Piece]] = {}
@@ -59,11 +64,13 @@ class Lender:
         """Bring the loans nearer to what placement says; with `lend` False, call everything back."""
         for stream in self.group_streams.sweep({piece.stream for piece in self.book.entries}):
             self.book.forget(stream)
+        self._measure()
+        self.refusals.sweep(self.group_streams.progress, now)
         members = [seat.member for seat in self.seats.values() if seat.active] if lend else []
         pieces = self._pieces(record, len(members))
         held = {entry.piece: entry.owner for entry in self.book.entries.values() if entry.status in _HELD}
         late = Counter(entry.owner for entry in self.book.unsettled.values() if entry.status not in _HELD)
-        plan = (place_together if record.key == "topic" else place)(pieces, held, members, late)
+        plan = self._plan(record.key, pieces, held, members, late)
         owners = self._owners() if record.key == "topic" else {}
         grants: dict[MemberId, list[Piece]] = {}
         for piece, member in plan.items():
@@ -72,8 +79,9 @@ class Lender:
         revokes: dict[MemberId, list[LoanEntry]] = {}
         for piece, owner in held.items():
             # A leaving member returns everything by itself; calling it back would only get in the way.
-            if plan.get(piece) != owner and not self.seats[owner].leaving:
-                revokes.setdefault(owner, []).append(self.book.entries[piece])
+            entry = self.book.entries[piece]
+            if (plan.get(piece) != owner or entry.refused) and not self.seats[owner].leaving:
+                revokes.setdefault(owner, []).append(entry)
         effects: list[LeaderEffect] = []
         self.unrecorded = {}
         for seat in self.seats.values():
@@ -83,6 +91,52 @@ class Lender:
             else:
                 effects += self._change(seat, wanted, unwanted, within_seconds, record, now)
         return effects
+
+    def _plan(
+        self,
+        key: Key,
+        pieces: list[Piece],
+        held: Mapping[Piece, MemberId],
+        members: list[MemberId],
+        late: Mapping[MemberId, int],
+    ) -> dict[Piece, MemberId]:
+        """Who should have what: balanced, but for pieces with a message that is too large for whoever would have it."""
+        by_key = place_together if key == "topic" else place
+        if not self.refusals:
+            return by_key(pieces, held, members, late)
+        shares = {piece: self.refusals.share(piece, key, self.seats) or owner for piece, owner in held.items()}
+        plan = by_key(pieces, shares, members, late)
+        seats = [self.seats[member] for member in members]
+        loads = Counter(plan.values())
+        chosen: dict[tuple[Stream | None, int, int], MemberId] = {}
+        for piece, member in plan.items():
+            takers = [seat.member for seat in self.refusals.takers(piece, key, seats)]
+            if member in takers:
+                continue
+            # By topic, slices of one number stay together.
+            lot = (None if key == "topic" else piece.stream, piece.part, piece.of)
+            if lot not in chosen:
+                owner = held.get(piece, member)
+                chosen[lot] = owner if owner in takers else min(takers, key=lambda taker: (loads[taker], taker))
+                loads[chosen[lot]] += 1
+            plan[piece] = chosen[lot]
+        return plan
+
+    def _measure(self) -> bool:
+        """Whether larger packets can be taken than before."""
+        before = self.largest_packet
+        self.largest_packet = max((s.packet_max for s in self.seats.values() if s.active), default=NO_LIMIT)
+        return self.largest_packet > before
+
+    def tell_largest(self) -> list[LeaderEffect]:
+        """Somebody has come: the others hear of it if it takes larger packets than they know of."""
+        if not self._measure():
+            return []
+        return [
+            Send(seat.home, LargestPacket(seat.member, self.epoch, self.largest_packet))
+            for seat in self.seats.values()
+            if not isinstance(seat, BatchSeat) and self.book.of_member(seat.member)
+        ]
 
     def _change(
         self,
@@ -191,6 +245,8 @@ class Lender:
             entry.policy,
             attempts,
             progress.key,
+            self.largest_packet,
+            self.refusals.set_aside(entry.piece, progress.key, [s for s in self.seats.values() if s.active]),
         )
 
     def resend(self, now: float) -> list[LeaderEffect]:
@@ -233,6 +289,9 @@ class Lender:
             progress = self.group_streams.progress[report.piece.stream]
             self.group_streams.merge(report.piece, progress.course, report.mark)
             self.group_streams.note_attempts(report.piece, report.attempts)
+            if report.refused:
+                self.refusals.note(member, report.piece, report.refused, now)
+                entry.refused = self.group_streams.news = True
             if report.final and entry.status is LoanStatus.REVOKING and not entry.final:
                 entry.final = urgent = True
                 entry.ticket = self._unsaved.ticket(report.piece.stream)

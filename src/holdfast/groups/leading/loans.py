@@ -54,6 +54,8 @@ class LoanEntry:
     """The last progress has arrived; once it is saved, the loan is REVOKED."""
     ticket: int = 0
     """Whether it is saved: see `Unsaved.reached`."""
+    refused: bool = False
+    """Its owner met a message that is too large for it, and reads no further: it is to be called back."""
     policy: Policy = NO_POLICY
     within_seconds: float = 0.0
     revoked_since: float = inf

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.groups.protocol.messages import Ask, FindLeader, Wanted
-from holdfast.groups.protocol.nouns import MemberId
+from holdfast.groups.protocol.nouns import NO_LIMIT, MemberId
 from holdfast.machine import Address
 from holdfast.model import Stream
 
@@ -30,6 +30,8 @@ class Seat:
     """It keeps what it has until it returns it, and gets nothing new."""
     condemned: bool = False
     """It breaks the protocol: its pings are refused until its time is up."""
+    packet_max: int = NO_LIMIT
+    """The largest packet that it takes; a batch member reads from the log, and takes any."""
     carried: dict[Stream, int] = field(default_factory=dict)
     """What it still carries from before, as tickets: whether that is saved, see `Unsaved.reached`."""
 

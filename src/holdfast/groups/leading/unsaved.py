@@ -27,10 +27,10 @@ from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import LeaderSettings
 from holdfast.model import Stream
 
-Key = Stream | None
+StoredPart = Stream | None
 """What is stored by itself: the progress of a stream, or (None) the record."""
 
-Tickets = dict[Key, int]
+Tickets = dict[StoredPart, int]
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Unsaved:
         self._landed: Tickets = {}
         self._waiting: list[tuple[Tickets, LeaderEffect]] = []
         self._saving: SaveUnderWay | None = None
-        self._refused: dict[Key, Refused] = {}
+        self._refused: dict[StoredPart, Refused] = {}
         self._keys_max = inf
         self._not_before = -inf
 
@@ -118,11 +118,11 @@ class Unsaved:
         for stream in over:
             del self._changed[stream], self._landed[stream]
 
-    def say(self, about: Iterable[Key], effect: LeaderEffect) -> None:
+    def say(self, about: Iterable[StoredPart], effect: LeaderEffect) -> None:
         """To be said once everything that is known about these is stored."""
         self._waiting.append(({key: self._changed[key] for key in about if key in self._changed}, effect))
 
-    def _change(self, key: Key) -> None:
+    def _change(self, key: StoredPart) -> None:
         if key not in self._changed:
             self._landed[key] = self._changes  # whatever was known of it before is stored
         self._changes += 1
@@ -140,11 +140,11 @@ class Unsaved:
         """Those that are not stored as they are."""
         return [key for key in self._changed if key is not None]
 
-    def ticket(self, key: Key) -> int:
+    def ticket(self, key: StoredPart) -> int:
         """A number for what is known now, to be asked about with `reached`."""
         return self._changed.get(key, 0)
 
-    def reached(self, key: Key, ticket: int) -> bool:
+    def reached(self, key: StoredPart, ticket: int) -> bool:
         """Is everything stored that was known when this ticket was given?"""
         return key not in self._changed or self._landed[key] >= ticket
 
@@ -193,17 +193,17 @@ class Unsaved:
         parts = tuple((stream, parts) for stream, parts in streams.items() if parts > 1)
         return replace(save, forget=tuple(streams), parts=parts)
 
-    def _next_keys(self, now: float) -> list[Key]:
+    def _next_keys(self, now: float) -> list[StoredPart]:
         due = {key: now >= self._refused[key].again_at if key in self._refused else True for key in self._changed}
         if None in due and not (self.stored and self._record and self.stored.course == self._record.course):
             return [None] if due[None] else []
         ready = sorted((key for key in due if due[key]), key=lambda key: key is not None)
-        together: list[Key] = [key for key in ready if key not in self._refused]
+        together: list[StoredPart] = [key for key in ready if key not in self._refused]
         if together:
             return together[: int(min(self._keys_max, len(together)))]
         return ready[:1]
 
-    def _at_a_time(self, keys: list[Key], progress: Mapping[Stream, StreamProgress]) -> list[Key]:
+    def _at_a_time(self, keys: list[StoredPart], progress: Mapping[Stream, StreamProgress]) -> list[StoredPart]:
         """No more than fits into one or two values, but one in any case."""
         ranges = 0
         for number, key in enumerate(keys):

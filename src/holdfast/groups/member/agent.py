@@ -16,7 +16,16 @@ from typing import Protocol
 
 from holdfast.groups.member.borrower import Borrower, BorrowerStatus
 from holdfast.groups.protocol.effects import GroupSend, MemberEffect
-from holdfast.groups.protocol.events import Acked, Closed, Delivered, Drained, JoinGroup, QuitGroup
+from holdfast.groups.protocol.events import (
+    Acked,
+    Closed,
+    Delivered,
+    Drained,
+    JoinGroup,
+    QuitGroup,
+    Refused,
+    Unsendable,
+)
 from holdfast.groups.protocol.messages import (
     Grant,
     LeaderConnectResponse,
@@ -26,11 +35,11 @@ from holdfast.groups.protocol.messages import (
     Revoked,
     ToBorrower,
 )
-from holdfast.groups.protocol.nouns import GroupId, MemberId
+from holdfast.groups.protocol.nouns import NO_LIMIT, GroupId, MemberId
 from holdfast.groups.settings import MemberSettings
 from holdfast.machine import TICK, Address, Send, Tick
 
-AgentEvent = Tick | JoinGroup | QuitGroup | Closed | Acked | Drained | Delivered | ToBorrower
+AgentEvent = Tick | JoinGroup | QuitGroup | Closed | Acked | Drained | Delivered | Refused | Unsendable | ToBorrower
 
 
 class AnyAgent(Protocol):
@@ -47,8 +56,9 @@ class AnyAgent(Protocol):
 class Agent:
     """`incarnation` must be higher than that of any earlier agent of the same session."""
 
-    def __init__(self, session: str, incarnation: int, node: str, settings: MemberSettings):
+    def __init__(self, session: str, incarnation: int, node: str, settings: MemberSettings, packet_max: int = NO_LIMIT):
         self.session, self.incarnation, self.node, self.settings = session, incarnation, node, settings
+        self.packet_max = packet_max
         self.address = MemberId(session, incarnation).agent(node)
         self.borrowers: dict[int, Borrower] = {}
         self.deadline = inf
@@ -69,7 +79,7 @@ class Agent:
             case Tick():
                 for number in [n for n, borrower in self.borrowers.items() if borrower.deadline <= now]:
                     effects += self._drive(number, event, now)
-            case Acked() | Drained() | Delivered():
+            case Acked() | Drained() | Delivered() | Refused() | Unsendable():
                 effects = self._drive(event.loan.member.number, event, now)
             case JoinGroup():
                 effects = self._on_subscribe(event, now)
@@ -93,7 +103,9 @@ class Agent:
                 return []
         self._numbers += 1
         member = MemberId(self.session, self.incarnation, self._numbers)
-        self.borrowers[self._numbers] = Borrower(member, subscribe.group, subscribe.born, self.node, self.settings, now)
+        self.borrowers[self._numbers] = Borrower(
+            member, subscribe.group, subscribe.born, self.node, self.settings, now, packet_max=self.packet_max
+        )
         return self._drive(self._numbers, TICK, now)
 
     def _on_message(self, message: ToBorrower, now: float) -> list[MemberEffect]:

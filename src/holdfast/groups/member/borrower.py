@@ -12,11 +12,14 @@ acknowledged.
 
 The one surprising rule: an acknowledgement is a fact, not a claim. It is worth reporting whoever lent the
 stream, and after the loan has ended; only a seek (another course) makes it worthless.
+
+What is too large for the client, and not for everybody in the group, ends the loan: it stops by itself, reports the
+message as refused, and is called back, so that somebody else goes on from there, in order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
@@ -24,11 +27,21 @@ from holdfast.cursors import Cursor
 from holdfast.errors import BrokenInvariant
 from holdfast.groups.member.attempts import Attempts
 from holdfast.groups.member.memories import Memories
-from holdfast.groups.protocol.effects import Abandon, Ended, Joined, MemberEffect, Park, StartReading, StopReading
-from holdfast.groups.protocol.events import Acked, Closed, Delivered, Drained, QuitGroup
+from holdfast.groups.protocol.effects import (
+    Abandon,
+    ChangeLargestPacket,
+    Ended,
+    Joined,
+    MemberEffect,
+    Park,
+    StartReading,
+    StopReading,
+)
+from holdfast.groups.protocol.events import Acked, Closed, Delivered, Drained, QuitGroup, Refused, Unsendable
 from holdfast.groups.protocol.messages import (
     Grant,
     Invalidate,
+    LargestPacket,
     LeaderConnectResponse,
     LeaderWanted,
     LeaveGroup,
@@ -42,7 +55,7 @@ from holdfast.groups.protocol.messages import (
     ToBorrower,
     UpdateProgress,
 )
-from holdfast.groups.protocol.nouns import GroupId, Loan, Mark, MemberId, Piece
+from holdfast.groups.protocol.nouns import NO_LIMIT, GroupId, Loan, Mark, MemberId, Piece
 from holdfast.groups.settings import MemberSettings
 from holdfast.machine import Address, Send, Tick
 
@@ -74,7 +87,10 @@ LEGAL_LOAN: dict[HeldStatus, set[HeldStatus]] = {
     HeldStatus.ABSENT: set(),
 }
 
-BorrowerEvent = Tick | Acked | Drained | Delivered | QuitGroup | Closed | ToBorrower
+BorrowerEvent = Tick | Acked | Drained | Delivered | Refused | Unsendable | QuitGroup | Closed | ToBorrower
+
+REFUSED_MAX = 100
+"""So many refused messages are reported of one loan; whoever is lent the piece next meets the others."""
 
 
 @dataclass(slots=True)
@@ -91,11 +107,14 @@ class Held:
     reported: int = 0
     confirmed: int = 0
     attempts: Attempts | None = None
+    refused: dict[int, int] = field(default_factory=dict)
+    """Offsets with the bytes they need, which is more than the client takes."""
 
     def report(self) -> Report:
         self.reported = self.changes
         counts = self.attempts.snapshot() if self.attempts else ()
-        return Report(self.loan.piece, self.loan.number, Mark.of_cursor(self.cursor), self.drained, counts)
+        refused = tuple(sorted(self.refused.items())[:REFUSED_MAX])
+        return Report(self.loan.piece, self.loan.number, Mark.of_cursor(self.cursor), self.drained, counts, refused)
 
 
 class Borrower:
@@ -111,7 +130,10 @@ class Borrower:
         now: float,
         memories: Memories | None = None,
         joined: bool = False,
+        packet_max: int = NO_LIMIT,
     ):
+        self.packet_max, self.largest_packet = packet_max, NO_LIMIT
+        """The largest packet that this client takes, and the largest that anybody in the group does."""
         self.member, self.group, self.born, self.node, self.settings = member, group, born, node, settings
         self.status = BorrowerStatus.CONNECTING
         self.recreate = False
@@ -157,6 +179,8 @@ class Borrower:
                 return self._on_tick(now)
             case PingResponse():
                 return self._on_ping_response(event)
+            case LargestPacket():
+                return self._take_largest(event.largest_packet) if event.epoch == self.epoch else []
             case Acked():
                 return []
             case Grant():
@@ -169,6 +193,10 @@ class Borrower:
                 return self._on_drained(event.loan, now)
             case Delivered():
                 return self._on_delivered(event, now)
+            case Refused():
+                return self._on_refused(event)
+            case Unsendable():
+                return self._on_unsendable(event)
             case LeaderConnectResponse():
                 return self._on_connect(event, now)
             case QuitGroup():
@@ -184,7 +212,9 @@ class Borrower:
         """The next life of the same subscription: a new id, the same memories."""
         member = self.member._replace(life=self.member.life + 1)
         return Borrower(
-            member, self.group, self.born, self.node, self.settings, now, self.memories, joined=self._joined
+            *(member, self.group, self.born, self.node, self.settings, now, self.memories),
+            joined=self._joined,
+            packet_max=self.packet_max,
         )
 
     # --------------------------------------------------------------------------------------- time
@@ -212,7 +242,8 @@ class Borrower:
     def _ask(self, now: float) -> list[MemberEffect]:
         self._ask_at = now + self._wait
         self._wait = min(self._wait * 2, self.settings.find_leader_max_seconds)
-        wanted = LeaderWanted(self.member, self._home, self.group, self.born, now, self.memories.carried())
+        carried = self.memories.carried()
+        wanted = LeaderWanted(self.member, self._home, self.group, self.born, now, carried, self.packet_max)
         return [Send(self._registry, wanted)]
 
     def _ping(self, now: float) -> MemberEffect:
@@ -292,7 +323,13 @@ class Borrower:
             self._pinged = None
             if response.kept:
                 self.memories.clear()
-        return []
+        return self._take_largest(response.largest_packet)
+
+    def _take_largest(self, largest_packet: int) -> list[MemberEffect]:
+        if largest_packet == self.largest_packet:
+            return []
+        self.largest_packet = largest_packet
+        return [ChangeLargestPacket(self.member, largest_packet)] if self.loans else []
 
     def _trust(self, echo: float, good_for_seconds: float) -> None:
         until = echo + good_for_seconds
@@ -338,10 +375,14 @@ class Borrower:
             return []
         loan = Loan(self.member, grant.piece, grant.loan, grant.course)
         held = self.loans[grant.piece] = Held(loan, self.memories.recalled(loan, grant.mark))
+        mark = Mark.of_cursor(held.cursor)
         effects: list[MemberEffect] = [
-            StartReading(loan, Mark.of_cursor(held.cursor), grant.skip, grant.policy, grant.key),
+            *self._take_largest(grant.largest_packet),
+            StartReading(loan, mark, grant.skip, grant.policy, grant.key, grant.largest_packet),
             self._tell(held),
         ]
+        if grant.set_aside:
+            effects.insert(0, Park(loan, grant.set_aside, too_large=True))
         if grant.policy != (None, None):
             held.attempts = Attempts(grant.policy, grant.attempts)
             self._timed = True
@@ -360,14 +401,33 @@ class Borrower:
             return [self._send(UpdateProgress(self.member, self.epoch, (over,)))]
         if held.loan.number != revoke.loan:
             return self._lose_trust(now) if held.loan.number < revoke.loan else []
+        held.give_up_at = min(held.give_up_at, now + revoke.within_seconds)
         if held.status is HeldStatus.REVOKING:
             return [self._tell(held)] if held.drained else []
+        return self._stop(held)
+
+    def _stop(self, held: Held) -> list[MemberEffect]:
         self._move_loan(held, HeldStatus.REVOKING)
-        held.give_up_at = now + revoke.within_seconds
         if held.attempts:
             held.attempts.stop()
         self._draining += 1
         return [StopReading(held.loan)]
+
+    def _on_refused(self, refused: Refused) -> list[MemberEffect]:
+        """Too large for this client: the loan goes back, and the leader finds somebody else for it."""
+        held = self.loans.get(refused.loan.piece)
+        if held is None or held.loan != refused.loan or self.status is not BorrowerStatus.CONNECTED:
+            return []  # whoever has it next meets them
+        held.refused.update(refused.messages)
+        held.changes += 1
+        effects = self._stop(held) if held.status is HeldStatus.GRANTED else []
+        return [*effects, self._tell(held)]
+
+    def _on_unsendable(self, unsendable: Unsendable) -> list[MemberEffect]:
+        held = self.loans.get(unsendable.loan.piece)
+        if held is None or held.loan != unsendable.loan or held.status is not HeldStatus.GRANTED:
+            return []  # likewise
+        return [Park(held.loan, unsendable.offsets, too_large=True)]
 
     def _on_revoked(self, revoked: Revoked, now: float) -> list[MemberEffect]:
         if revoked.epoch != self.epoch or self.status is not BorrowerStatus.CONNECTED:

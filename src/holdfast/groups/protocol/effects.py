@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.groups.protocol.messages import GroupMessage
-from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Layer, Loan, Mark, MemberId, Piece, Policy
+from holdfast.groups.protocol.nouns import (
+    NO_LIMIT,
+    NO_POLICY,
+    GroupId,
+    Key,
+    Layer,
+    Loan,
+    Mark,
+    MemberId,
+    Piece,
+    Policy,
+)
 from holdfast.machine import Send
 from holdfast.model import Stream
 
@@ -34,6 +45,17 @@ class StartReading:
     policy: Policy = NO_POLICY
     key: Key = "publisher"
     """What the group's slices are by."""
+    largest_packet: int = NO_LIMIT
+    """Nobody in the group takes larger packets: what is larger is `Unsendable`; what is not, and yet too large for this
+    client, is `Refused`, and where order matters nothing after it is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLargestPacket:
+    """What `StartReading` said about the largest packet has changed, for all loans of this member."""
+
+    member: MemberId
+    largest_packet: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +89,8 @@ class Park:
 
     loan: Loan
     offsets: tuple[int, ...]
+    too_large: bool = False
+    """Nobody in the group takes packets of that size; else they were delivered in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +249,9 @@ class TrustUntil:
 
 
 GroupSend = Send[GroupMessage]
-MemberEffect = GroupSend | StartReading | StopReading | Abandon | Redeliver | Park | Joined | Ended
+MemberEffect = (
+    GroupSend | StartReading | ChangeLargestPacket | StopReading | Abandon | Redeliver | Park | Joined | Ended
+)
 LeaderEffect = GroupSend | Load | WatchStreams | Trimmed | Disbelieved | Save | Retire
 RegistryEffect = GroupSend | OpenLease | RenewLease | Claim | Resign | StartLeader | StopLeader | TrustUntil
 Effect = MemberEffect | LeaderEffect | RegistryEffect

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from holdfast.cursors import Range
 from holdfast.groups.progress import StreamProgress
+from holdfast.groups.protocol.messages import Sizes
 from holdfast.groups.protocol.nouns import GroupId, Loan
 from holdfast.groups.record import GroupRecord
 from holdfast.model import Stream
@@ -52,6 +53,22 @@ class Drained:
 @dataclass(frozen=True, slots=True)
 class Delivered:
     """Session -> agent. These were sent to the client; only where the loan's policy counts attempts."""
+
+    loan: Loan
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Session -> agent. The client takes no packets as large as these; somebody else in the group may."""
+
+    loan: Loan
+    messages: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Unsendable:
+    """Session -> agent. These are larger than anybody in the group takes (`StartReading.largest_packet`)."""
 
     loan: Loan
     offsets: tuple[int, ...]

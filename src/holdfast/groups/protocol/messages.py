@@ -2,7 +2,7 @@
 
     borrower       LeaderWanted, Ping, UpdateProgress, RevokeFinished, LeaveGroup          -> leader
     leader         LeaderConnectResponse, PingResponse, Grant, Revoke, Revoked,
-                   LeftGroup, Invalidate                                                -> borrower
+                   LargestPacket, LeftGroup, Invalidate                                 -> borrower
     batch member   FindLeader, UpdateStreamStates, LeaveGroup                              -> leader
     leader         LeaseStreams, UpdateStreams, RenewStreamLease, LeftGroup, Invalidate -> batch member
     operator       Ask -> leader, Answer -> operator
@@ -17,13 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Layer, Mark, MemberId, Piece, Policy
+from holdfast.groups.protocol.nouns import NO_LIMIT, NO_POLICY, GroupId, Key, Layer, Mark, MemberId, Piece, Policy
 from holdfast.groups.protocol.view import GroupView
 from holdfast.machine import Address
 from holdfast.model import Stream
 
 Attempts = tuple[tuple[int, int], ...]
 """Offsets that were delivered and not acknowledged, each with how often."""
+
+Sizes = tuple[tuple[int, int], ...]
+"""Offsets of messages, each with the bytes of the smallest packet that it fits into."""
 
 
 class Carried(NamedTuple):
@@ -42,6 +45,8 @@ class Report(NamedTuple):
     mark: Mark
     final: bool = False
     attempts: Attempts = ()
+    refused: Sizes = ()
+    """Larger than the client takes. Somebody else may take them: nothing more is read under this loan."""
 
 
 class Leased(NamedTuple):
@@ -67,6 +72,8 @@ class LeaderWanted:
     born: str
     sent_at: float
     carried: tuple[Carried, ...] = ()
+    packet_max: int = NO_LIMIT
+    """The largest packet that the client takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +145,8 @@ class PingResponse:
     oldest_loan: int = 0
     kept: bool = True
     """What the ping carried is durable, and need not be carried any longer."""
+    largest_packet: int = NO_LIMIT
+    """See `LargestPacket`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +164,22 @@ class Grant:
     attempts: Attempts = ()
     """Of this piece; after the stream was cut anew, perhaps of its neighbours too, whose the reader passes over."""
     key: Key = "publisher"
+    largest_packet: int = NO_LIMIT
+    """See `LargestPacket`."""
+    set_aside: tuple[int, ...] = ()
+    """These every member has refused: they are dead letters. Some may be its neighbours', as with `attempts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargestPacket:
+    """Leader -> borrower. Nobody in the group takes larger packets than this; whoever can take more has just come.
+
+    Said at once when it grows, and with every `PingResponse`.
+    """
+
+    member: MemberId
+    epoch: int
+    largest_packet: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +349,6 @@ Wanted = LeaderWanted | FindLeader | LeaveGroup | Ask
 """What a registry takes on behalf of a leader that may have to be found first."""
 
 ToLeader = Wanted | Ping | UpdateProgress | RevokeFinished | UpdateStreamStates
-ToBorrower = LeaderConnectResponse | PingResponse | Grant | Revoke | Revoked | LeftGroup | Invalidate
+ToBorrower = LeaderConnectResponse | PingResponse | LargestPacket | Grant | Revoke | Revoked | LeftGroup | Invalidate
 ToBatchMember = LeaseStreams | UpdateStreams | RenewStreamLease | LeftGroup | Invalidate
 GroupMessage = ToLeader | ToBorrower | ToBatchMember | Answer

@@ -106,6 +106,9 @@ class Policy(NamedTuple):
 
 NO_POLICY = Policy()
 
+NO_LIMIT = 1 << 30
+"""The packet maximum of a member that takes any."""
+
 
 class Loan(NamedTuple):
     """A piece in a member's hands, once. The host names it back in `Acked`, `Drained` and `Delivered`."""

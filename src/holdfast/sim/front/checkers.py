@@ -177,6 +177,8 @@ class Truth:
         self._wills: set[int] = set()
         self._noticed: dict[int, int] = {}
         """Wills: a number from when the node came to know each; nobody can tell that it was there before."""
+        self.largest_payload = 0
+        """Of what clients have sent."""
         disk.log.on_append = self.appended
         disk.table.truth = self
 
@@ -574,15 +576,22 @@ class Truth:
 
     # -- memory --------------------------------------------------------------------------------------------
 
+    def check_turn(self, outlet: Outlet, written: int, bytes_max: int) -> None:
+        """The socket says that it is full when a turn is over: until then no more is written than fits into one."""
+        if written >= bytes_max:
+            self.fail("bounded memory", f"{outlet} is written more than {written} bytes in one turn")
+
     def check_memory(self) -> None:
         """What one client costs, whatever the traffic: a few times what may wait for it, and a block or two."""
         front = self.front
         bound = 4 * front.settings.pending_bytes_max + 2 * self.largest_block + 2 * front.settings.socket_bytes_max
-        inward = front.connection_settings.held_bytes + front.connection_settings.packet_bytes_max
+        inward = front.connection_settings.held_bytes + self.largest_payload + HEADER_BYTES
         for connection in front.sockets:
             name = connection.client_id
-            if connection.machine.waiting > inward:
+            if connection.machine.waiting > inward + connection.socket.piece:
                 self.fail("bounded memory", f"{connection.machine.waiting} bytes of {name} are not parsed")
+            if connection.machine.reading != connection.socket.node_reads and not connection.socket.closing:
+                self.fail("bounded memory", f"{name} is read from: {connection.socket.node_reads}, against its machine")
             outlet = connection.outlet
             waiting = 0 if outlet is None else held_bytes(outlet) + front.delivery.fetching.get(outlet, 0)
             if waiting + len(connection.socket.buffer) > bound:

@@ -104,12 +104,13 @@ class Client:
         self.queue: deque[Out] = deque()
         self.asked: dict[int, list[Wish]] = {}
         """SUBSCRIBEs under way."""
-        self.half_done: set[int] = set()
-        """QoS 2 deliveries between PUBREC and PUBREL."""
+        self.half_done: dict[int, bytes] = {}
+        """QoS 2 deliveries between PUBREC and PUBREL, and what they are: nothing else may come under their ids."""
         self.held: list[tuple[_Link, int]] = []
         self.clean_next = False
         self.wanted = True
         """It wants to be connected."""
+        self._silent_until = 0.0
         self._packet_id = 0
         self._published = 0
         self._identifier = 0
@@ -187,6 +188,12 @@ class Client:
             link.socket.read(False)
             self.world.after(seconds, lambda: link.socket.read(True))
 
+    def hold_acks(self, seconds: float) -> None:
+        """It reads, and acknowledges nothing for a while."""
+        self._silent_until = self.world.now + seconds
+        if self.profile.acks:
+            self.world.after(seconds, self._ack_held)
+
     def ping(self, link: _Link) -> None:
         if self.link is link and link.open and link.socket.client_open:
             self._send(link, p.Pingreq())
@@ -207,6 +214,7 @@ class Client:
         self._published += 1
         name = f"{self.name}-{self._published}"
         self.queue.append(Out(name, topic, qos, retain, max(size, len(name) + 4) if size else 0, expiry))
+        self.run.truth.largest_payload = max(self.run.truth.largest_payload, size)
         self.flow()
 
     def flow(self) -> None:
@@ -252,6 +260,10 @@ class Client:
             self.run.truth.may_repeat.add(out.name.encode())
 
     # -- subscribing ---------------------------------------------------------------------------------------
+
+    @property
+    def own_filters(self) -> list[str]:
+        return [text for text in self.wishes if not text.startswith("$")]
 
     def subscribe(self, filters: list[str], start: str = "") -> None:
         rng, profile = self.world.rng, self.profile
@@ -341,7 +353,7 @@ class Client:
                 self.unanswered.pop(packet_id, None)
                 self.flow()
             case p.Pubrel(packet_id):
-                self.half_done.discard(packet_id)
+                self.half_done.pop(packet_id, None)
                 link.taken.pop(packet_id, None)
                 self._send(link, p.Pubcomp(packet_id))
             case p.Suback(packet_id):
@@ -384,14 +396,14 @@ class Client:
         known = link.taken.get(packet_id)
         if known is not None and known.payload != packet.payload:
             truth.fail("MQTT", f"{self.name} gets packet id {packet_id} for something else")
-        if packet.qos == 2 and packet_id in self.half_done and not packet.dup:
-            truth.fail("MQTT", f"{self.name} gets packet id {packet_id} before it was released")
+        if packet.qos == 2 and self.half_done.get(packet_id, packet.payload) != packet.payload:
+            truth.fail("MQTT", f"{self.name} gets packet id {packet_id} for something else before it was released")
         link.taken[packet_id] = _Taken(packet.payload, packet.qos)
         if len(link.taken) > self.profile.receive_maximum:
             truth.fail("MQTT", f"{self.name} gets {len(link.taken)} at a time")
         if known is not None:
             return
-        if self.profile.acks or self.world.healing:
+        if (self.profile.acks and self.world.now >= self._silent_until) or self.world.healing:
             seconds = 0.003 if self.world.healing else self.profile.ack_seconds
             self.world.after(self.world.rng.random() * seconds, lambda: self._ack(link, packet_id))
         else:
@@ -410,7 +422,7 @@ class Client:
             if reason:
                 del link.taken[packet_id]
             else:
-                self.half_done.add(packet_id)
+                self.half_done[packet_id] = taken.payload
         else:
             reason = 0
         self._send(link, p.Pubrec(packet_id, reason))
@@ -422,6 +434,9 @@ class Client:
             self.connect()
         else:
             self.link.socket.read(True)
+        self._ack_held()
+
+    def _ack_held(self) -> None:
         held, self.held = self.held, []
         for link, packet_id in held:
             self._ack(link, packet_id)

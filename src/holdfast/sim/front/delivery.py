@@ -43,6 +43,7 @@ class _Watched(RetainedMessages):
 class SimDelivery:
     def __init__(self, front: SimFront, settings: dv.DeliverySettings):
         self.front, self.world, self.disk = front, front.world, front.disk
+        self._settings = settings
         log = self.disk.log
         self.machine = dv.Delivery(_Watched(front.truth, log.retained.values()), settings)
         self.connections: dict[Outlet, SimConnection] = {}
@@ -68,8 +69,14 @@ class SimDelivery:
 
     def handle(self, event: dv.DeliveryEvent) -> None:
         effects = self.machine.handle(event, self.world.now)
+        written: dict[Outlet, int] = {}
         for effect in effects:  # the machine has decided all of it: and what is not written is lost on its way
             if isinstance(effect, dv.Write) and effect.outlet in self.connections:
+                before = written.get(effect.outlet, 0)
+                self.front.truth.check_turn(effect.outlet, before, self._settings.write_bytes)
+                if self.connections[effect.outlet].socket.full:
+                    self.front.truth.fail("bounded memory", f"{effect.outlet} is written to while its socket is full")
+                written[effect.outlet] = before + len(effect.data)
                 self.front.truth.wrote(effect.outlet, effect.data)
         for effect in effects:
             self._perform(effect)
@@ -143,7 +150,11 @@ class SimDelivery:
         failed = disk.fails(disk.fetch_fails)
         found = Fetched(0, ())
         if not failed:
-            found = disk.log.read(asked.stream, asked.at, asked.until, asked.wanted, fetch.bytes_max)
+            # What was read for a neighbour, who began before.
+            before = self.world.rng.randint(0, min(3, asked.at)) if asked.shared else 0
+            found = disk.log.read(asked.stream, asked.at - before, asked.until, asked.wanted, fetch.bytes_max)
+            if before and found.past <= asked.at:
+                found = disk.log.read(asked.stream, asked.at, asked.until, asked.wanted, fetch.bytes_max)
         yield self.world.rng.random() * disk.seconds
         self.fetching[outlet] -= fetch.bytes_max
         self.handle(dv.FetchFailed(fetch.reader) if failed else dv.FetchDone(fetch.reader, found))

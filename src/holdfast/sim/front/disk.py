@@ -156,6 +156,9 @@ class Disk:
         self.commit_lies = 0.0
         """Chance that a commit lands and is reported as failed."""
         self.on_lie: Callable[[Sequence[Row]], None] = lambda rows: None
+        self.lies_next = False
+        """The next commit does so."""
+        self.commits_slow_until = 0.0
         self.fetch_fails = 0.0
         self.row_fails = self.row_lost = self.row_late = self.row_unanswered = 0.0
         """Chances that a call of the table fails, is lost, lands later, is done and not answered."""
@@ -167,11 +170,18 @@ class Disk:
 
     @property
     def commit_seconds(self) -> float:
-        return min(self.slow_commit_seconds, 0.005) if self.world.healing else self.slow_commit_seconds
+        if self.world.healing:
+            return min(self.slow_commit_seconds, 0.005)
+        return 1.0 if self.world.now < self.commits_slow_until else self.slow_commit_seconds
 
     @property
     def down(self) -> bool:
         return self.world.now < self.down_until and not self.world.healing
+
+    def lies(self) -> bool:
+        """The commit that was just made is reported as failed."""
+        lies, self.lies_next = self.lies_next or self.world.chance(self.commit_lies), False
+        return lies and not self.world.healing
 
     def fails(self, chance: float) -> bool:
         return not self.world.healing and (self.down or self.world.chance(chance))

@@ -108,7 +108,7 @@ class SimIngest:
         disk.table.receive(received)
         # Others may append, and we may read it, before the writer's thread has told the loop.
         yield world.rng.random() * disk.commit_seconds
-        if not disk.world.healing and world.chance(disk.commit_lies):
+        if disk.lies():
             disk.on_lie(rows)
             raise StoreDown("it was stored, and the answer was lost")
         return placed

@@ -198,7 +198,8 @@ class SimLending:
         self._group_of[loan] = group
         if member.trust.deadline == inf:
             member.trust.deadline = self.world.now + LEASE_SECONDS
-        start = StartReading(loan, Mark.of_cursor(group.cursor(piece)), (), group.policy)
+        # Nobody looks for another member here: what is too large for one is for nobody.
+        start = StartReading(loan, Mark.of_cursor(group.cursor(piece)), (), group.policy, largest_packet=0)
         feed = member.feeds[loan] = LoanFeed(start, group.wanted, subscription)
         self.world.tell(member.session.client_id, f"is lent {loan} from {start.mark}")
         self.front.truth.lent(member.outlet, feed, group)

@@ -10,9 +10,9 @@ from holdfast.sim.front.workload import FAULTS, WEATHER_SECONDS, FrontWorkload
 from holdfast.sim.runner import Failure, Outcome
 
 
-def run_front_seed(seed: int, *, trace: bool = False) -> Outcome:
-    """One run; nothing is raised, whatever happens."""
-    run = FrontWorkload(seed, trace=trace)
+def run_front_seed(seed: int, *, trace: bool = False, scene: tuple[str, ...] = ()) -> Outcome:
+    """One run, of nothing but this scene if one is given; nothing is raised, whatever happens."""
+    run = FrontWorkload(seed, trace=trace, scene=scene)
     failure = None
     try:
         run.begin()

@@ -51,8 +51,10 @@ class Socket:
         self.lost = False
         """The node knows that it is over."""
         self.closing = False
-        self._node_reads = True
-        self._full = False
+        self.node_reads = True
+        """The node takes what comes."""
+        self.full = False
+        """The node was told that its buffer is."""
         self._client_eof = self._node_eof = False
         self._eof_heard = False
         self._moving_in = self._moving_out = False
@@ -62,7 +64,8 @@ class Socket:
         return 0.001 if self.world.healing else self._slow_seconds
 
     @property
-    def _piece(self) -> int:
+    def piece(self) -> int:
+        """What is on its way at a time, at most."""
         return 8000 if self.world.healing else self._small_piece
 
     # -- the node's end ------------------------------------------------------------------------------------
@@ -71,8 +74,8 @@ class Socket:
         if self.closing or self._node_eof or self.lost:
             return
         self.buffer += data
-        if len(self.buffer) > self._high and not self._full:
-            self._full = True
+        if len(self.buffer) > self._high and not self.full:
+            self.full = True
             self.server.socket_full(True)
         self._move_out()
 
@@ -83,7 +86,7 @@ class Socket:
     def close(self) -> None:
         """Send what is left, then close."""
         self.closing = True
-        self._node_reads = False
+        self.node_reads = False
         if not self.buffer:
             self.world.after(0.0, self._lose)
         self._move_out()
@@ -94,11 +97,11 @@ class Socket:
         self.world.after(0.0, self._lose)
 
     def pause_reading(self) -> None:
-        self._node_reads = False
+        self.node_reads = False
 
     def resume_reading(self) -> None:
         if not self.closing:
-            self._node_reads = True
+            self.node_reads = True
             self._move_in()
 
     def _lose(self) -> None:
@@ -160,10 +163,10 @@ class Socket:
 
     def _moved_in(self) -> None:
         self._moving_in = False
-        if self.lost or self.vanished or not self._node_reads or not self.life.alive:
+        if self.lost or self.vanished or not self.node_reads or not self.life.alive:
             return
         if self._inward:
-            size = self.world.rng.randint(1, self._piece)
+            size = self.world.rng.randint(1, self.piece)
             data = bytes(self._inward[:size])
             del self._inward[:size]
             self.server.data_received(data)
@@ -182,13 +185,13 @@ class Socket:
         self._moving_out = False
         if self.vanished or self.lost or not self.life.alive:
             return
-        room = self._piece if self.client_reads else KERNEL_BYTES - len(self._kernel)
+        room = self.piece if self.client_reads else KERNEL_BYTES - len(self._kernel)
         if room > 0 and self.buffer:
             size = min(room, len(self.buffer))
             self._kernel += self.buffer[:size]
             del self.buffer[:size]
-            if self._full and len(self.buffer) <= self._high // 4:
-                self._full = False
+            if self.full and len(self.buffer) <= self._high // 4:
+                self.full = False
                 self.server.socket_full(False)
         if self.client_reads and self._kernel and self.client_open:
             data = bytes(self._kernel)

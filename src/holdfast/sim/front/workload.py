@@ -11,6 +11,7 @@ from holdfast.sim.front.clients import Client, Profile
 from holdfast.sim.front.disk import Disk
 from holdfast.sim.front.lending import Groups, policy_of
 from holdfast.sim.front.node import FrontSettings, SimFront
+from holdfast.sim.front.scenes import SCENES, WAIT
 from holdfast.sim.front.world import World
 
 WEATHER_SECONDS = 8.0
@@ -26,7 +27,9 @@ FOREIGN = ["f1", "f2", "f3"]
 class FrontWorkload:
     """One run."""
 
-    def __init__(self, seed: int, *, trace: bool = False):
+    def __init__(self, seed: int, *, trace: bool = False, scene: tuple[str, ...] = ()):
+        self._scene = scene
+        """Happens again and again, in place of everything else that is drawn."""
         self.world = world = World(seed, trace=trace)
         rng = world.rng
         self.disk = disk = Disk(world, rng.choice([1, 1, 2, 3]), shared=rng.random() < 0.5)
@@ -100,8 +103,8 @@ class FrontWorkload:
                 world.after(rng.random() * 3, lambda c=client, t=text: c.subscribe([t]))  # type: ignore[misc]
         world.after(0.1, self._publish)
         for _ in range(rng.randint(6, 30)):
-            what = rng.choice(_ACTIONS)
-            world.after(rng.uniform(0.3, WEATHER_SECONDS), lambda w=what: self._do(w))  # type: ignore[misc]
+            what = "scene" if self._scene else rng.choice(_ACTIONS)
+            world.after(rng.uniform(0.3, WEATHER_SECONDS), lambda w=what: self._do(w, self._someone))  # type: ignore[misc]
         world.after(0.05, self._watch_memory)
 
     def _watch_memory(self) -> None:
@@ -109,9 +112,23 @@ class FrontWorkload:
             self.truth.check_memory()
         self.world.after(0.05, self._watch_memory)
 
-    def _do(self, what: str) -> None:
+    def _do(self, what: str, client: Client) -> None:
+        """To this client, or by it, if it concerns one at all."""
         if not self.world.healing:
-            getattr(self, f"_do_{what}")()
+            getattr(self, f"_do_{what}")(client)
+
+    def _do_scene(self, client: Client) -> None:
+        """Mostly to one who can do all of it: who is remembered, and may say where a subscription begins."""
+        world, seconds = self.world, 0.0
+        able = [c for c in self.clients if c.profile.own and c.profile.durable and c.profile.version == p.V5]
+        if able and world.rng.random() < 0.8:
+            client = world.rng.choice(able)
+        for what in self._scene or world.rng.choice(SCENES):
+            if what == WAIT:
+                seconds += world.rng.uniform(0.3, 1.0)
+            else:
+                world.after(seconds, lambda w=what: self._do(w, client))  # type: ignore[misc]
+                seconds += world.rng.random() * world.rng.choice([0.02, 0.1, 0.5])
 
     @property
     def _someone(self) -> Client:
@@ -130,20 +147,36 @@ class FrontWorkload:
         client.publish(rng.choice(TOPICS), rng.choice([0, 1, 1, 2]), retain=retain, size=size, expiry=expiry)
         world.after(rng.random() * self.publish_seconds, self._publish)
 
-    def _do_burst(self) -> None:
+    def _do_traffic(self, client: Client) -> None:
+        """A few messages that must be acknowledged."""
+        rng, sender = self.world.rng, self._someone
+        for _ in range(rng.choice([3, 12])):
+            sender.publish(rng.choice(TOPICS), rng.choice([1, 2]), size=rng.choice(self.sizes))
+
+    def _do_send(self, client: Client) -> None:
+        for _ in range(self.world.rng.choice([1, 3])):
+            client.publish(self.world.rng.choice(TOPICS), 2)
+
+    def _do_burst(self, client: Client) -> None:
         """Much at once, little of it rare."""
-        rng, client = self.world.rng, self._someone
+        rng, sender = self.world.rng, self._someone
         size = rng.choice([30, 30, 200])
         for _ in range(rng.choice([20, 60, 150])):
-            client.publish("b/rare" if rng.random() < 0.03 else "busy/1", rng.choice([0, 0, 1]), size=size)
+            sender.publish("b/rare" if rng.random() < 0.03 else "busy/1", rng.choice([0, 0, 1]), size=size)
 
-    def _do_large(self) -> None:
-        self._someone.publish(self.world.rng.choice(TOPICS), self.world.rng.choice([1, 2]), size=12_000)
+    def _do_flood(self, client: Client) -> None:
+        """It says more than the node takes while it is kept waiting."""
+        self._do_subscribe_again(client)
+        for _ in range(120):
+            client.publish("busy/2", 0, size=200)
 
-    def _do_foreign(self) -> None:
+    def _do_large(self, client: Client) -> None:
+        client.publish(self.world.rng.choice(TOPICS), self.world.rng.choice([1, 2]), size=12_000)
+
+    def _do_foreign(self, client: Client) -> None:
         """Another process appends."""
         if not self.disk.shared:
-            return self._do_burst()
+            return self._do_burst(client)
         rng, rows = self.world.rng, []
         for _ in range(rng.choice([1, 5, 40, 150])):
             self.foreign_numbers += 1
@@ -155,64 +188,96 @@ class FrontWorkload:
 
     # -- clients -------------------------------------------------------------------------------------------
 
-    def _do_lose(self) -> None:
-        self._someone.lose(self.world.rng.choice(["disconnect", "shut", "reset", "vanish"]))
+    def _do_lose(self, client: Client) -> None:
+        client.lose(self.world.rng.choice(["disconnect", "shut", "reset", "vanish"]))
 
-    def _do_clean(self) -> None:
-        client = self._someone
+    def _do_reconnect(self, client: Client) -> None:
+        """It is back before anybody has noticed."""
+        client.lose(self.world.rng.choice(["shut", "vanish"]))
+        client.connect()
+
+    def _do_clean(self, client: Client) -> None:
         if client.profile.version == p.V5:
             client.clean_next = True
             client.lose(self.world.rng.choice(["disconnect", "vanish"]))
 
-    def _do_away(self) -> None:
-        client = self._someone
+    def _do_away(self, client: Client) -> None:
         client.wanted = False
         client.lose(self.world.rng.choice(["disconnect", "reset"]))
-        self.world.after(self.world.rng.uniform(0.5, 4.0), lambda: self._back(client))
+        self.world.after(self.world.rng.uniform(0.5, 4.0), lambda: self._do_back(client))
 
-    def _back(self, client: Client) -> None:
+    def _do_back(self, client: Client) -> None:
         client.wanted = True
         client.connect()
 
-    def _do_stall(self) -> None:
-        self._someone.stall(self.world.rng.choice([0.3, 1.0, 4.0]))
+    def _do_stall(self, client: Client) -> None:
+        client.stall(self.world.rng.choice([0.3, 1.0, 4.0]))
 
-    def _do_subscribe(self) -> None:
-        client, rng = self._someone, self.world.rng
+    def _do_silence(self, client: Client) -> None:
+        client.hold_acks(self.world.rng.choice([0.5, 2.0]))
+
+    def _do_subscribe(self, client: Client) -> None:
+        rng = self.world.rng
         if not client.profile.own:
             client.subscribe([client.profile.shares])
             return
-        start = rng.choice(["", "", "beginning", "offset:3", "offset:20"]) if client.profile.version == p.V5 else ""
-        client.subscribe(rng.sample(FILTERS, rng.choice([1, 1, 2])), start)
+        client.subscribe(rng.sample(FILTERS, rng.choice([1, 1, 2])), rng.choice(["", self._draw_start(client)]))
 
-    def _do_subscribe_in_commit(self) -> None:
+    def _do_subscribe_earlier(self, client: Client) -> None:
+        """From an offset on, which what the client has had or waits for may be on either side of."""
+        if client.profile.own:
+            client.subscribe([self.world.rng.choice(FILTERS)], self._draw_start(client))
+
+    def _do_start_over(self, client: Client) -> None:
+        """One that it has, from an offset on."""
+        if own := client.own_filters:
+            client.subscribe([self.world.rng.choice(own)], self._draw_start(client))
+
+    def _do_subscribe_again(self, client: Client) -> None:
+        if client.wishes:
+            client.subscribe([self.world.rng.choice(list(client.wishes))])
+
+    def _draw_start(self, client: Client) -> str:
+        rng = self.world.rng
+        if client.profile.version != p.V5:
+            return ""
+        end = len(rng.choice(list(self.disk.log.streams.values())))
+        return rng.choice(["beginning", "offset:3", "offset:20", f"offset:{max(0, end - rng.randint(0, 40))}"])
+
+    def _do_subscribe_in_commit(self, client: Client) -> None:
         """Publishes, and at once a SUBSCRIBE that they must not reach."""
-        client, rng = self._someone, self.world.rng
+        rng = self.world.rng
         if client.profile.own:
             other = self._someone
             for _ in range(rng.choice([1, 3])):
                 other.publish("a/x", rng.choice([0, 1, 2]), retain=rng.random() < 0.5, size=rng.choice([0, 30]))
             self.world.after(rng.random() * 0.02, lambda: client.subscribe(["a/x"]))
 
-    def _do_unsubscribe(self) -> None:
-        client = self._someone
+    def _do_unsubscribe(self, client: Client) -> None:
         if client.wishes:
             client.unsubscribe(self.world.rng.choice(list(client.wishes)))
 
     # -- the store, the log, the node ----------------------------------------------------------------------
 
-    def _do_outage(self) -> None:
+    def _do_outage(self, _: Client) -> None:
         seconds = self.world.rng.choice([0.3, 1.5, 3.0])
         self.world.tell("store", f"is away for {seconds} s")
         self.disk.down_until = self.world.now + seconds
 
-    def _do_seal(self) -> None:
+    def _do_slow_commits(self, _: Client) -> None:
+        self.disk.commits_slow_until = self.world.now + 0.5
+
+    def _do_lie(self, _: Client) -> None:
+        """What is committed next is stored, and the answer is lost."""
+        self.disk.lies_next = True
+
+    def _do_seal(self, _: Client) -> None:
         if self.front is not None:
             self.disk.log.open_generation(self.world.rng.choice([1, 2, 3]))
             self.world.tell("log", f"opens generation {self.disk.log.generation}")
             self.front.hint()
 
-    def _do_drop(self) -> None:
+    def _do_drop(self, _: Client) -> None:
         front = self.front
         if front is None:
             return
@@ -220,13 +285,13 @@ class FrontWorkload:
         self.world.tell("log", f"drops {[str(stream) for stream in gone]}")
         front.hint()
 
-    def _do_crash(self) -> None:
+    def _do_crash(self, _: Client) -> None:
         if self.front is None:
             return
         self.front.crash()
         self._restart()
 
-    def _do_stop(self) -> None:
+    def _do_stop(self, _: Client) -> None:
         front = self.front
         if front is not None and front.accepting:
             front.spawn(front.stop())
@@ -250,7 +315,7 @@ class FrontWorkload:
 
     # -- loans ---------------------------------------------------------------------------------------------
 
-    def _do_loan(self) -> None:
+    def _do_loan(self, _: Client) -> None:
         front, rng = self.front, self.world.rng
         if front is None:
             return
@@ -330,6 +395,7 @@ def name_of(group: GroupId) -> str:
 
 
 _ACTIONS = [
+    *["scene"] * 8,
     *["burst"] * 3,
     "large",
     *["foreign"] * 4,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from holdfast.errors import StoreError
-from holdfast.log.contract import Key, Landed, NewBlock, ReceivedId, Retained
+from holdfast.log.contract import AppendKey, Landed, NewBlock, ReceivedId, Retained
 from holdfast.model import Micros
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Transaction(Db, Protocol):
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),

@@ -37,6 +37,7 @@ from holdfast.metadata.contract import (
 from holdfast.metadata.entries import Change, Deleted, Entry, Event, Put
 from holdfast.metadata.feed import Changes, Feed, FeedLine
 from holdfast.metadata.watch import Watch
+from holdfast.restarts import Failure
 from holdfast.store.in_sql.database import Database, Db, Dialect, Rows
 
 T = TypeVar("T")
@@ -99,6 +100,10 @@ class SqlMetadata(Metadata):
     def sweep(self) -> None:
         """End the leases that have expired. Every change does so too."""
         self._database.change(lambda db: _Turn(db, self._sql, self._deletions_kept).finish(), repeatable=True)
+
+    @property
+    def watch_failure(self) -> Failure | None:
+        return self.feed.failure
 
     def lease(self, ttl_seconds: float) -> Lease:
         check_ttl(ttl_seconds)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import UnknownStream
 from holdfast.log.contract import (
+    AppendKey,
     BlockEntry,
     Data,
     Generation,
     Head,
-    Key,
     Landed,
     NewBlock,
     ReceivedId,
@@ -103,7 +103,7 @@ class MemoryLog:
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),

@@ -20,6 +20,7 @@ from holdfast.metadata.contract import (
 )
 from holdfast.metadata.entries import Change, Deleted, Entry, Event, Put
 from holdfast.metadata.watch import Watch
+from holdfast.restarts import Failure, KeptThread
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class MemoryMetadata(Metadata):
     def __init__(self, state: MemoryState, on_close: Callable[[], None]):
         self._state, self._on_close = state, on_close
         self._watches: list[Watch] = []
-        self._sweeper: threading.Thread | None = None
+        self._sweeper = KeptThread("metadata", self._sweep)
         self._closed = False
 
     def get(self, key: str) -> Entry | None:
@@ -135,9 +136,7 @@ class MemoryMetadata(Metadata):
             watch = Watch(prefix, self._state.version, (), wake)
             self._watches = [w for w in self._watches if not w.closed] + [watch]
             self._state.watches.append(watch)
-            if self._sweeper is None:
-                self._sweeper = threading.Thread(target=self._sweep, name="holdfast-metadata", daemon=True)
-                self._sweeper.start()
+            self._sweeper.start()
         return watch
 
     def _sweep(self) -> None:
@@ -148,6 +147,10 @@ class MemoryMetadata(Metadata):
                 state.sweep()
                 due = state.next_expiry()
                 state.changed.wait(None if due is None else due - time.monotonic())
+
+    @property
+    def watch_failure(self) -> Failure | None:
+        return self._sweeper.failure
 
     def lease(self, ttl_seconds: float) -> Lease:
         check_ttl(ttl_seconds)
@@ -178,6 +181,5 @@ class MemoryMetadata(Metadata):
             watches, self._watches = self._watches, []
         for watch in watches:
             watch.close()
-        if self._sweeper is not None:
-            self._sweeper.join()
+        self._sweeper.stop()
         self._on_close()

@@ -14,12 +14,12 @@ from typing import Any
 
 from holdfast.errors import UnknownStream
 from holdfast.log.contract import (
+    AppendKey,
     BlockEntry,
     Data,
     Generation,
     GenerationSealed,
     Head,
-    Key,
     Landed,
     NewBlock,
     ReceivedId,
@@ -81,7 +81,7 @@ class PostgresLog:
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),
@@ -97,11 +97,11 @@ class PostgresLog:
         # Our own key repeated means only that an earlier try of this very call had made it.
         return landed, repeated and key is not None
 
-    def _own_key(self) -> Key:
+    def _own_key(self) -> AppendKey:
         """One writer per thread: its appends follow one another, as a key's sequence must."""
         if not hasattr(self._keys, "writer"):
             self._keys.writer, self._keys.sequence = f"log-{uuid.uuid4().hex}", itertools.count(1)
-        return Key(self._keys.writer, next(self._keys.sequence))
+        return AppendKey(self._keys.writer, next(self._keys.sequence))
 
     def retained(self, log: str) -> list[Retained]:
         query = "select topic, payload, publisher, flags, properties, time from retained where log = %s"

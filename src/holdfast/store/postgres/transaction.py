@@ -14,8 +14,8 @@ import psycopg
 
 from holdfast.errors import StoreError
 from holdfast.log.contract import (
+    AppendKey,
     GenerationSealed,
-    Key,
     Landed,
     NewBlock,
     ReceivedId,
@@ -90,7 +90,7 @@ class PostgresTransaction:
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),

@@ -26,19 +26,19 @@ class PostgresWatcher(Watcher):
         super().__init__()
         self._log = log
         self._notifications = notifications
+        self._changes: LogChanges | None = None
 
     def _listen(self, ready: threading.Event) -> None:
-        changes: LogChanges | None = None
         while not self._stop.is_set():
             try:
                 with self._log.database.connect() as db:
                     if self._notifications:
                         db.execute(f"listen {LOG_CHANNEL}")
-                    if changes is None:
-                        changes = LogChanges(self._log.totals, lambda log: self._own.get(log, 0))
+                    if self._changes is None:
+                        self._changes = LogChanges(self._log.totals, lambda log: self._own.get(log, 0))
                     ready.set()
                     while not self._stop.is_set():
-                        for log in changes.since_last():
+                        for log in self._changes.since_last():
                             self._hint(log)
                         self._wait(db)
             except (StoreError, psycopg.Error):

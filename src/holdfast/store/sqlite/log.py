@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.log.contract import (
+    AppendKey,
     BlockEntry,
     Data,
     Generation,
     GenerationSealed,
     Head,
-    Key,
     Landed,
     NewBlock,
     ReceivedId,
@@ -79,7 +79,7 @@ class SqliteLog:
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.errors import StoreError
 from holdfast.log.contract import (
+    AppendKey,
     GenerationSealed,
-    Key,
     Landed,
     NewBlock,
     ReceivedId,
@@ -49,7 +49,7 @@ class SqliteTransaction:
         blocks: Sequence[NewBlock],
         topics: Sequence[str],
         expect: Mapping[int, int],
-        key: Key | None,
+        key: AppendKey | None,
         now: Micros,
         retained: Sequence[Retained] = (),
         received: Sequence[ReceivedId] = (),

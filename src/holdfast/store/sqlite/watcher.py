@@ -20,17 +20,23 @@ class SqliteWatcher(Watcher):
         super().__init__()
         self._database = database
         self._poll_seconds = poll_seconds
+        self._totals: dict[str, tuple[int, int]] = {}
+        self._changes: LogChanges | None = None
 
     def _listen(self, ready: threading.Event) -> None:
         with self._database.read() as db:
-            version = db.execute("pragma data_version").fetchone()
-            changes = LogChanges(lambda: totals_of(db), lambda log: self._own.get(log, 0))
+            version = None
+            if self._changes is None:
+                version = db.execute("pragma data_version").fetchone()
+                self._totals = totals_of(db)
+                self._changes = LogChanges(lambda: self._totals, lambda log: self._own.get(log, 0))
             ready.set()
             while not self._stop.wait(self._poll_seconds):
                 with suppress(sqlite3.OperationalError):  # busy or out of room: the next look will tell
                     now = db.execute("pragma data_version").fetchone()
                     if now != version:
-                        hints = changes.since_last()
+                        self._totals = totals_of(db)
+                        hints = self._changes.since_last()
                         version = now
                         for log in hints:
                             self._hint(log)
