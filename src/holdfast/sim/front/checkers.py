@@ -174,6 +174,8 @@ class Truth:
         self.deliveries = 0
         self.largest_block = 0
         self.lives = Lives(world)
+        self._last_words: dict[str, Saved] = {}
+        """By client: what was true when its last connection ended, unless that may be lost."""
         self._wills: set[int] = set()
         self._noticed: dict[int, int] = {}
         """Wills: a number from when the node came to know each; nobody can tell that it was there before."""
@@ -287,6 +289,11 @@ class Truth:
         """A client has its session; `saved`: what its row stands for."""
         consumer = self.consumers[session.client_id]
         consumer.new_connection()
+        last = self._last_words.pop(session.client_id, None)
+        if last is not None and present:
+            kept = saved.done if saved is not None else frozenset()
+            if lost := last.done - kept:
+                self.fail("acknowledged never again", f"{sorted(lost)[0]} of {consumer.name} is not stored")
         if saved is None or not present:
             consumer.forget()
         else:
@@ -326,9 +333,19 @@ class Truth:
         if number in self._wills and number not in self._noticed:
             self._noticed[number] = self.number()
 
-    def saving(self, client: str) -> Saved:
+    def saving(self, client: str, leaving: bool) -> Saved:
         """What is true of it when its row's content is made."""
-        return self.consumers[client].saved()
+        saved = self.consumers[client].saved()
+        if leaving:
+            self._last_words[client] = saved
+        return saved
+
+    def words_lost(self, client: str | None = None) -> None:
+        """A process died before everything was saved, or a row was taken from it."""
+        if client is None:
+            self._last_words.clear()
+        else:
+            self._last_words.pop(client, None)
 
     def check_content(self, session: Session, content: Content) -> None:
         """What is about to be stored passes nothing that was not acknowledged."""

@@ -126,6 +126,7 @@ class SimFront:
         """Everything in memory is gone; clients notice."""
         self.world.tell("node", "CRASHES")
         self.accepting = self.life.alive = False
+        self.truth.words_lost()
         self._let_go()
 
     def stop(self) -> Work:
@@ -137,6 +138,8 @@ class SimFront:
             connection.close(Reason.SERVER_SHUTTING_DOWN)
         yield self.ingest.drained()
         yield from self.sessions.stopped(self.settings.stop_seconds)
+        if self.sessions.live:
+            self.truth.words_lost()
         yield from self.upkeep.end_lease()
         self.life.alive = False
         self._let_go()

@@ -64,6 +64,8 @@ class SimTable:
             kept = {one for one in self._received.get(client_id, ()) if one[0] == new.born and not new.dead}
             self._received[client_id] = kept
         self.truth.lives.committed(old, new, write)
+        if write.take and new.lease is None and old is not None and old.lease is not None:
+            self.truth.words_lost(client_id)  # the sweep was faster than its node
         if write.publish is not None:
             row = self.truth.will(client_id, write.publish)
             self._log.append([row], self.world.now, ours=False)
