@@ -23,7 +23,6 @@ KINDS: list[Callable[[str, str], str]] = [
     lambda a, b: keys.claim_key((a, b)),
     lambda a, b: keys.skipped_key((a, b)),
     lambda a, b: keys.dead_letters_key((a, b), S),
-    keys.will_key,
 ]
 """Keys of two names. Those of one name are tried as well, beside them."""
 
@@ -33,7 +32,7 @@ names = st.one_of(tricky, st.text(max_size=300), st.builds(lambda t, n: t * n, t
 
 def every_key(a: str, b: str) -> list[str]:
     found = [kind(a, b) for kind in KINDS]
-    return [*found, keys.session_key(a), keys.named_cursor_key(S, a)]
+    return [*found, keys.named_cursor_key(S, a)]
 
 
 @settings(deadline=None)
@@ -63,10 +62,9 @@ def test_two_names_never_share_a_key(a: str, b: str, c: str, d: str) -> None:
 @settings(deadline=None)
 @given(tricky)
 def test_nobody_can_take_another_ones_hash_for_a_name(name: str) -> None:
-    """A short name that looks like a long one's key: once, that was another client's session."""
+    """A short name that looks like a long one's key: once, that was another one's cursor."""
     long = name + "x" * 300
     for part in {part for key in every_key(long, long) for part in key.split("/")}:
-        assert keys.session_key(part) != keys.session_key(long)
         assert keys.named_cursor_key(S, part) != keys.named_cursor_key(S, long)
         assert keys.session_cursor_key(S, *part.partition(" ")[::2]) != keys.session_cursor_key(S, long, long)
 
@@ -81,8 +79,7 @@ def test_what_they_look_like() -> None:
     assert keys.progress_key(group, S) == "/holdfast/subscriptions/messages/messages.1.3/group:billing:trip%2F#/cursor"
     assert keys.record_key(group) == "/holdfast/groups/billing:trip%2F#/record"
     assert keys.claim_key(group) == "/holdfast/groups/billing:trip%2F#/claim"
-    assert keys.session_key("a/b") == "/holdfast/sessions/a%2Fb"
-    assert keys.will_key("", "car-1") == "/holdfast/wills//car-1"
+    assert keys.node_key("a/b", 17) == "/holdfast/nodes/a%2Fb/11"
     assert keys.is_record(keys.record_key(group)) and not keys.is_record(keys.claim_key(("x/record", "record")))
 
 
@@ -90,7 +87,7 @@ def test_what_they_look_like() -> None:
 def test_the_longest_names_mqtt_allows_fit(name: str) -> None:
     for key in (*every_key(name, name), keys.session_cursor_key(LONG_LOG, name, name)):
         assert len(key.encode()) <= KEY_BYTES_MAX
-    assert keys.session_key(name) != keys.session_key(name[:-1])
+    assert keys.named_cursor_key(S, name) != keys.named_cursor_key(S, name[:-1])
 
 
 @settings(deadline=None)
@@ -101,6 +98,3 @@ def test_a_prefix_finds_what_is_below_it_and_nothing_else(a: str, b: str) -> Non
         assert key.startswith(keys.cursors_of_stream(S)) and key.startswith(keys.cursors_of_log("messages"))
         assert not key.startswith(keys.cursors_of_stream(sibling))
         assert keys.stream_of_cursor(key) == S
-    assert keys.will_key(a, b).startswith(keys.wills_of(a))
-    if a != b:
-        assert not keys.will_key(a, b).startswith(keys.wills_of(b))

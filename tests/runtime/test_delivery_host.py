@@ -116,8 +116,10 @@ def test_a_commit_reaches_those_who_asked_for_it_and_says_what_was_heard(tmp_pat
 
 def test_those_who_are_away_or_elsewhere_count_as_listeners(tmp_path):
     async def work(bench: Bench) -> None:
-        bench.delivery.filters_changed({"a/#": 1}, whole=True)
-        assert bench.commit(["a/x", "b"], ["0", "1"]) == {"a/x"}
+        bench.delivery.filters_changed({"a/#": 1, "$share/g/c": 2}, whole=True)
+        assert bench.commit(["a/x", "b", "c"], ["0", "1", "2"]) == {"a/x", "c"}
+        bench.delivery.filters_changed({"a/#": 0}, whole=False)
+        assert bench.commit(["a/x", "b", "c"], ["3", "4", "5"]) == {"c"}
 
     run(tmp_path, work)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.cursors.cursor_map import CursorMap
 from holdfast.model import Batch, Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt.packets import V5, Publish
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
+from holdfast.sessions.stored import content_of, restore
 from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.table import SessionRow
 
 S = Stream("messages", 0, 1)
 NEXT_S = Stream("messages", 0, 2)
@@ -40,6 +43,26 @@ def subscribed(*filters: str | Subscription, expiry_seconds: int = 100) -> Sessi
     for one in filters:
         session.subscribe(one if isinstance(one, Subscription) else Subscription(one, 1))
     return session
+
+
+def row_of(session: Session, heads: Mapping[Stream, int], leaving: str = "last") -> SessionRow:
+    """What is stored of it; unless told otherwise it is the last word of its connection."""
+    content = content_of(session, Heads.of(heads), leaving)
+    return SessionRow(
+        client_id=session.client_id,
+        epoch=session.epoch,
+        connect="last",
+        born="first",
+        expiry_secs=session.expiry_seconds,
+        subscriptions=content.subscriptions,
+        cursors=content.cursors,
+        packets=content.packets,
+    )
+
+
+def away(session: Session, heads: Mapping[Stream, int]) -> Session:
+    """Its client goes: all that is left is a row, and this is made of it when the client is about to come back."""
+    return restore(row_of(session, heads), "last", {})
 
 
 def offer(session: Session, block: Rows, bytes_max: int = NO_LIMIT) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from deliveries import NEXT_S, NO_LIMIT, S, begun, offer, packets, payloads, rows, sent, subscribed
+from deliveries import NEXT_S, NO_LIMIT, S, away, begun, offer, packets, payloads, rows, sent, subscribed
 
 from holdfast.cursors import Cursor
 from holdfast.cursors.cursor_map import DONE, CursorMap
@@ -388,8 +388,7 @@ def test_parking_leaves_what_was_not_sent_to_the_log():
     offer(session, rows(0, ["t"] * 5))
     sent(session, room=2)
     heads = {S: 5, OTHER: 7}
-    session.detach(heads, sealed=())
-    assert session.position(OTHER, heads) == 7
+    session = away(session, heads)
     session.attach(heads, now=0.0)
     assert session.positions.behind == {S: 2}
     assert session.outgoing.rows == 0 and session.outgoing.bytes == 0 and sent(session) == []
@@ -398,7 +397,7 @@ def test_parking_leaves_what_was_not_sent_to_the_log():
 
 def test_coming_back_with_nothing_new_is_being_live():
     session = subscribed("#")
-    session.detach({S: 5, OTHER: 7}, sealed=())
+    session = away(session, {S: 5, OTHER: 7})
     session.attach({S: 5, OTHER: 9}, now=0.0)
     assert session.positions.behind == {OTHER: 7}
 
@@ -407,7 +406,7 @@ def test_a_finalised_stream_that_was_read_to_its_end_leaves_nothing_behind():
     session = subscribed("#")
     offer(session, rows(0, ["t"] * 3, stream=OTHER))
     heads = Heads({S: 5, OTHER: 3, NEXT_S: 0}, sealed={S, OTHER})
-    session.detach(heads)
+    session = away(session, heads)
     assert list(session.positions.done) == [(1, 1, 0)] and session.positions.done.spans == [(0, DONE), (2, 0)]
     session.attach(heads, now=0.0)
     assert session.positions.behind == {OTHER: 0}
@@ -415,7 +414,7 @@ def test_a_finalised_stream_that_was_read_to_its_end_leaves_nothing_behind():
 
 def test_a_generation_that_began_while_the_client_was_away_is_read_from_its_beginning():
     session = subscribed("#")
-    session.detach({S: 5}, sealed=())
+    session = away(session, {S: 5})
     heads = Heads({S: 6, NEXT_S: 3, Stream("messages", 1, 2): 0})
     session.attach(heads, now=0.0)
     assert session.positions.behind == {S: 5}
@@ -427,8 +426,8 @@ def test_a_generation_that_began_while_the_client_was_away_is_read_from_its_begi
 
 def test_parking_twice_forgets_no_generation_that_came_in_between():
     session = subscribed("#")
-    session.detach({S: 5}, sealed=())
-    session.detach({S: 6, NEXT_S: 3}, sealed={S})  # a connection that was gone before it was welcomed
+    session = away(session, {S: 5})
+    session = away(session, Heads({S: 6, NEXT_S: 3}, sealed={S}))  # a connection that was gone before it was attached
     heads = Heads({S: 6, NEXT_S: 3})
     session.attach(heads, now=0.0)
     assert session.positions.behind == {S: 5}
@@ -439,7 +438,7 @@ def test_parking_twice_forgets_no_generation_that_came_in_between():
 
 def test_a_stream_of_the_newest_generation_that_was_not_known_yet_is_read_from_its_beginning():
     session = subscribed("#")
-    session.detach({S: 5, NEXT_S: 2}, sealed={S})
+    session = away(session, Heads({S: 5, NEXT_S: 2}, sealed={S}))
     late = Stream("messages", 1, 2)
     session.attach({S: 5, NEXT_S: 2, late: 3}, now=0.0)
     assert session.positions.behind == {late: 0}
@@ -447,7 +446,7 @@ def test_a_stream_of_the_newest_generation_that_was_not_known_yet_is_read_from_i
 
 def test_dropped_by_retention_while_away_is_recorded():
     session = subscribed("#")
-    session.detach({S: 5}, sealed=())
+    session = away(session, {S: 5})
     session.attach({NEXT_S: 2}, now=9.0)
     assert session.positions.behind == {NEXT_S: 0}
     assert session.positions.gaps[0] == Gap(str(S), 5, None, "dropped by retention", 9.0)
@@ -455,7 +454,7 @@ def test_dropped_by_retention_while_away_is_recorded():
 
 def test_a_session_that_may_not_go_on_stays_away():
     session = subscribed("#")
-    session.detach({S: 5}, sealed=())
+    session = away(session, {S: 5})
     assert session.attach({NEXT_S: 2}, 9.0, "error").refuse and not session.attached
     assert session.attach({NEXT_S: 2}, 9.0, "error").refuse
     assert not session.attach({NEXT_S: 2}, 9.0, "earliest").refuse and session.attached
@@ -565,7 +564,7 @@ def test_acked_ranges_are_not_sent_again_and_not_lost_while_others_wait():
     assert payloads(sent(session, room=1)) == [5]
     session.window.puback([1])
     assert cursor_of(session, heads) == Cursor(5, [(7, 9)], epoch=1)
-    session.detach(heads, sealed=())
+    session = away(session, heads)
     session.attach(heads, now=0.0)
     assert session.positions.behind == {S: 6}
     feed(session, 6, 12, heads)
@@ -596,12 +595,6 @@ def test_what_one_subscription_acked_counts_for_that_subscription_only():
     assert list(session.positions.pick(block, session.window)) == [0, 1, 2, 3, 4]
     session.unsubscribe("+")
     assert list(session.positions.pick(block, session.window)) == [2], "3 is acknowledged for a"
-
-
-def test_positions_are_heads_where_nothing_waits():
-    session = subscribed("#")
-    assert session.position(S, {S: 9}) == 9
-    assert session.position(OTHER, {S: 9}) == 0
 
 
 def test_rows_know_roughly_what_they_weigh():

@@ -2,32 +2,30 @@
 
 Commits, reads of the log (which may see more than the node has dispatched), sends, acknowledgements in any
 order, connections that come and go, crashes of the node, subscriptions that come and go, generations that end.
-Restoring and saving are the node's own code, on a metadata store in memory.
+Storing and restoring are the product's own code: all that outlives a connection is a row.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from typing import Any
 
-from deliveries import NO_LIMIT, packets
-from holdfast.runtime.keeper import Keeper
+from deliveries import NO_LIMIT, packets, row_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast.cursors import Cursor
-from holdfast.keys import session_cursor_key
 from holdfast.model import Batch, Stream
 from holdfast.sessions.heads import Heads
+from holdfast.sessions.packed import unpack_cursors
 from holdfast.sessions.positions import StreamOrigin
-from holdfast.sessions.records import SessionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
+from holdfast.sessions.stored import restore
 from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.table import SessionRow
 from holdfast.sessions.window import RELEASED, Pubrec
-from holdfast.store import open_metadata
 from holdfast.topics import match
 
 SHARDS = 2
@@ -39,21 +37,18 @@ Place = tuple[Stream, int]
 class SessionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
-        self.metadata = open_metadata("memory:")
-        self.keeper = Keeper(self.metadata, "earliest")
         self.log: dict[Stream, list[tuple[str, int]]] = {}
         """Topic and QoS of every message."""
         self.heads: dict[Stream, int] = {}
         """How far the node has dispatched."""
         self.generation = 0
         self.session: Session | None = None
-        self.record: SessionRecord | None = None
+        self.row: SessionRow | None = None
         self.connected = False
         self.starts: dict[str, dict[Stream, int]] = {}
         """By filter: where the subscription began; at 0 in streams that came later."""
         self.acked: set[Place] = set()
-        """Acknowledged, as far as the node can know: since a crash, only what was saved before."""
+        """Acknowledged, as far as the session can know: since a crash, only what was saved before."""
         self.ever_acked: set[Place] = set()
         self.flushed: set[Place] = set()
         self.last_sent: dict[Stream, int] = {}
@@ -61,12 +56,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.stored: dict[tuple[str, Stream], Cursor] = {}
 
     def teardown(self) -> None:
-        try:
-            self.settle()
-        finally:
-            self.keeper.close()
-            self.metadata.close()
-            self.loop.close()
+        self.settle()
 
     @initialize(filter_text=st.sampled_from(FILTERS), qos=st.integers(0, 2))
     def begin(self, filter_text: str, qos: int) -> None:
@@ -145,41 +135,35 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.connected)
     @rule(meanwhile=st.booleans(), fails=st.booleans())
     def connect(self, meanwhile: bool, fails: bool) -> None:
-        session = self.session
-        if session is None and self.record is not None:
-            session = self.keeper.restore(self.record, dict(self.heads))
-        if session is None:
-            session = Session("me", 100, epoch=0)
-        session.epoch += 1
-        self.session = session
-        self.save_record(connected=True)
-        if meanwhile:  # others publish while the session is being fetched
+        session = Session("me", 100) if self.row is None else restore(self.row, "last", dict(self.heads))
+        if meanwhile:  # others publish while what was in flight is fetched
             for stream in self.log:
                 self.dispatch(stream)
-        if fails:  # gone before it was welcomed
-            session.detach(self.view)
+        if fails:  # gone before it was attached
+            self.row = row_of(session, self.view)
             return
         session.attach(self.view, 0.0)
-        self.connected, self.last_sent = True, {}
+        self.session, self.connected, self.last_sent = session, True, {}
+        self.save()
 
     @precondition(lambda self: self.connected)
-    @rule(saved=st.booleans())
-    def disconnect(self, saved: bool) -> None:
+    @rule()
+    def disconnect(self) -> None:
+        """What is saved then is the last word: exactly this comes back."""
         assert self.session is not None
-        self.connected = False
-        self.session.detach(self.view)
-        if saved:
-            self.flush()
-            self.save_record(connected=False)
+        flying = [(i, d.offset, d.qos) for i, d in self.session.window]
+        self.save("last")
+        self.session, self.connected = None, False
+        assert self.row is not None
+        back = restore(self.row, "last", {})
+        assert [(i, d.offset, d.qos) for i, d in back.window] == flying
 
-    @precondition(lambda self: self.session is not None and len(self.session.window) > 2)
+    @precondition(lambda self: self.connected and len(self.session.window) > 2)
     @rule()
     def crash(self) -> None:
         """The node is killed, and started again."""
         self.session, self.connected = None, False
         self.acked = set(self.flushed)
-        self.keeper.close()
-        self.keeper = Keeper(self.metadata, "earliest")
         self.heads = {stream: len(messages) for stream, messages in self.log.items()}
 
     @precondition(lambda self: self.connected)
@@ -192,18 +176,14 @@ class SessionMachine(RuleBasedStateMachine):
     def away(self, shard: int, messages: list[tuple[str, int]], crashed: bool, saved: bool) -> None:
         """The usual: gone for a while, much happened, some of it not even noticed yet."""
         if saved:
-            self.flush()
+            self.save()
         if crashed:
             self.crash()
         else:
-            self.disconnect(saved=saved)
+            self.disconnect()
         self.append(shard, messages, dispatched=True, room=True)
         self.connect(meanwhile=False, fails=False)
         self.append(shard, messages, dispatched=False, room=True)
-
-    def save_record(self, connected: bool) -> None:
-        assert self.session is not None
-        self.record = record_of(self.session, connected=connected, now=0.0)
 
     # -- subscriptions ------------------------------------------------------------------------------------
 
@@ -216,7 +196,7 @@ class SessionMachine(RuleBasedStateMachine):
             begin = self.view.end()
             self.starts[filter_text] = dict(self.heads)
         self.session.subscribe(subscription, begin, self.view)
-        self.save_record(connected=True)
+        self.save()
 
     @precondition(lambda self: self.connected and len(self.starts) > 1)
     @rule(data=st.data())
@@ -225,9 +205,8 @@ class SessionMachine(RuleBasedStateMachine):
         filter_text = data.draw(st.sampled_from(sorted(self.starts)))
         self.session.unsubscribe(filter_text)
         del self.starts[filter_text]
-        self.loop.run_until_complete(self.keeper.delete_cursors("me", [filter_text], self.heads))
         self.stored = {at: cursor for at, cursor in self.stored.items() if at[0] != filter_text}
-        self.save_record(connected=True)
+        self.save()
 
     # -- the data path ------------------------------------------------------------------------------------
 
@@ -297,22 +276,24 @@ class SessionMachine(RuleBasedStateMachine):
         self.acked.add(place)
         self.ever_acked.add(place)
 
-    @precondition(lambda self: self.session is not None and self.session.positions.dirty)
+    @precondition(lambda self: self.connected and self.session.positions.dirty)
     @rule()
     def flush(self) -> None:
+        self.save()
+
+    def save(self, leaving: str = "") -> None:
         assert self.session is not None
-        dirty = set(self.session.positions.dirty)
-        self.loop.run_until_complete(self.keeper.flush([self.session], self.view))
+        self.row = row_of(self.session, self.view, leaving)
         assert not self.session.positions.dirty
         self.flushed = set(self.acked)
         for filter_text in self.starts:
-            for stream in dirty & self.heads.keys():
+            for stream in self.heads:
                 self.check_stored(filter_text, stream)
 
     def check_stored(self, filter_text: str, stream: Stream) -> None:
-        entry = self.metadata.get(session_cursor_key(stream, "me", filter_text))
-        assert entry is not None
-        cursor = Cursor.from_json(entry.value)
+        assert self.session is not None and self.row is not None
+        (number,) = [s.number for s in self.session.subscriptions if s.filter == filter_text]
+        cursor = unpack_cursors(self.row.cursors, "me").cursor(number, stream)
         before = self.stored.get((filter_text, stream))
         assert before is None or cursor.covers(before), f"{filter_text} {stream}: {before} became {cursor}"
         self.stored[filter_text, stream] = cursor

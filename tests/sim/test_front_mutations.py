@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
+from holdfast.cursors.cursor_map import NOTHING_DONE, CursorMap
 from holdfast.delivery import readers
 from holdfast.delivery.delivery import Delivery, NextTurn
 from holdfast.delivery.readers import LoanReader, OwnReader, ReaderStatus
 from holdfast.mqtt.connection import Connection, Hold, PauseReading, ResumeReading
 from holdfast.mqtt.inbound import Inbound
+from holdfast.sessions.life import SessionLife
 from holdfast.sessions.outgoing import Outgoing
 from holdfast.sessions.positions import Positions, StreamOrigin
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
-from holdfast.sessions.subscriptions import SubscriptionTable
 from holdfast.sessions.window import Window
 from holdfast.sim.front import scenes
 from holdfast.sim.front.delivery import SimDelivery
-from holdfast.sim.front.keeper import SimKeeper
 from holdfast.sim.front.runner import run_front_seed
-from holdfast.sim.front.sessions import SimSessions
 from holdfast.sim.front.subscribing import SimSubscribing
+from holdfast.sim.front.table import SimTable
 
 SEEDS_MAX = 400
 
@@ -39,12 +39,12 @@ NOTICED_BY: dict[str, int] = {
     "live_loans_do_not_ask_how_much_waits": 14,
     "a_failed_commit_is_not_looked_for": 7,
     "a_repeated_publish_is_taken_for_stored": 20,
-    "a_session_is_saved_as_away_while_it_comes_back": 7,
-    "a_filter_goes_back_only_behind_what_waits": 8,
-    "what_was_under_way_is_forgotten_by_the_next_subscribe": 4,
+    "what_a_client_acknowledged_last_is_not_saved": 7,
+    "what_waits_stays_when_a_filter_goes_back": 8,
+    "what_is_under_way_is_read_again_by_the_next_subscribe": 4,
     "packet_ids_begin_at_1_again": 18,
     "whether_to_read_is_said_last": 3,
-    "cursors_are_saved_while_they_are_being_deleted": 51,
+    "packet_ids_of_publishes_are_not_stored_with_them": 51,
     "what_waits_of_a_replaced_subscription_is_sent": 2,
     "caught_up_is_off_by_one": 5,
     "what_old_filters_found_is_taken": 2,
@@ -63,16 +63,16 @@ NOTICED_BY: dict[str, int] = {
 SCENE: dict[str, scenes.Scene] = {
     "a_failed_commit_is_not_looked_for": scenes.A_LIE_BEFORE_A_SUBSCRIBE,
     "a_repeated_publish_is_taken_for_stored": scenes.AGAIN_IN_COMMIT,
-    "a_session_is_saved_as_away_while_it_comes_back": scenes.BACK_BEFORE_A_CRASH,
+    "what_a_client_acknowledged_last_is_not_saved": scenes.BACK_BEFORE_A_CRASH,
     "new_streams_count_as_read_by_those_who_are_away": scenes.NEW_STREAMS_WHILE_AWAY,
-    "a_filter_goes_back_only_behind_what_waits": scenes.EARLIER_THAN_WHAT_WAITS,
-    "what_was_under_way_is_forgotten_by_the_next_subscribe": scenes.EARLIER_WITH_MUCH_UNDER_WAY,
+    "what_waits_stays_when_a_filter_goes_back": scenes.EARLIER_THAN_WHAT_WAITS,
+    "what_is_under_way_is_read_again_by_the_next_subscribe": scenes.EARLIER_WITH_MUCH_UNDER_WAY,
     "what_is_asked_for_again_stays_acknowledged": scenes.CRASH_AND_OVER,
-    "cursors_of_what_is_asked_for_again_stay": scenes.OVER_AND_CRASH,
+    "what_others_have_had_comes_again_with_a_filter_that_goes_back": scenes.OVER_AND_CRASH,
     "packet_ids_begin_at_1_again": scenes.HALF_DONE_AT_A_CRASH,
     "what_old_filters_found_is_taken": scenes.BACK_AND_OTHER_FILTERS,
     "unsubscribed_messages_are_still_sent": scenes.GONE_WHILE_IT_WAITS,
-    "cursors_are_saved_while_they_are_being_deleted": scenes.OVER_AND_CRASH,
+    "packet_ids_of_publishes_are_not_stored_with_them": scenes.HALF_DONE_AT_A_CRASH,
     "what_waits_of_a_replaced_subscription_is_sent": scenes.MOVED_WHILE_IT_WAITS,
     "whether_to_read_is_said_last": scenes.MORE_THAN_IS_TAKEN,
     "nobody_is_served_when_the_socket_takes_more": scenes.GONE_WHILE_IT_WAITS,
@@ -155,12 +155,8 @@ def a_repeated_publish_is_taken_for_stored(patch: Patch) -> None:
 
 
 @mutation
-def a_session_is_saved_as_away_while_it_comes_back(patch: Patch) -> None:
-    def change(original: Any, self: Any, session: Any, epoch: int) -> Any:
-        yield from self.front.keeper.flush([session], self.front.delivery.heads)
-        yield from original(self, session, session.epoch)
-
-    wrap(patch, SimSessions, "_save_away", change)
+def what_a_client_acknowledged_last_is_not_saved(patch: Patch) -> None:
+    wrap(patch, SessionLife, "_remembered", lambda original, self, row: row)
 
 
 @mutation
@@ -174,43 +170,45 @@ def one_event_may_write_any_number_of_turns(patch: Patch) -> None:
 
 @mutation
 def new_streams_count_as_read_by_those_who_are_away(patch: Patch) -> None:
-    def change(original: Any, self: Any, stream: Any, heads: Any) -> Any:
-        attached, self.attached = self.attached, True
+    def change(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.unread_from = None
+
+    wrap(patch, Positions, "restart", change)
+
+
+@mutation
+def what_waits_stays_when_a_filter_goes_back(patch: Patch) -> None:
+    def change(original: Any, self: Any, *args: Any) -> Any:
+        self.outgoing.keep = lambda wanted: None
         try:
-            return original(self, stream, heads)
+            return original(self, *args)
         finally:
-            self.attached = attached
+            del self.outgoing.keep
 
-    wrap(patch, Session, "position", change)
-
-
-@mutation
-def a_filter_goes_back_only_behind_what_waits(patch: Patch) -> None:
-    def change(original: Any, self: Any, stream: Any, at: int, heads: Any, wanted: str) -> None:
-        if at < self.position(stream, heads):
-            original(self, stream, at, heads, wanted)
-
-    wrap(patch, Session, "go_back", change)
+    wrap(patch, Session, "subscribe", change)
 
 
 @mutation
-def what_was_under_way_is_forgotten_by_the_next_subscribe(patch: Patch) -> None:
-    def change(original: Any, self: Any, subscription: Any) -> Any:
-        new = original(self, subscription)
-        subscription.carried = {}
-        return new
-
-    wrap(patch, SubscriptionTable, "add", change)
+def what_is_under_way_is_read_again_by_the_next_subscribe(patch: Patch) -> None:
+    wrap(patch, Positions, "restart", lambda original, self, done, heads, window: original(self, done, heads, Window()))
 
 
 @mutation
 def what_is_asked_for_again_stays_acknowledged(patch: Patch) -> None:
-    patch.setattr(Positions, "forget_acked", lambda self, stream, wanted: None)
+    patch.setattr(CursorMap, "lower", lambda self, other: None)
 
 
 @mutation
-def cursors_of_what_is_asked_for_again_stay(patch: Patch) -> None:
-    patch.setattr(SimKeeper, "delete_cursors", lambda self, client_id, filters, heads: iter(()))
+def what_others_have_had_comes_again_with_a_filter_that_goes_back(patch: Patch) -> None:
+    def change(original: Any, self: Any, subscription: Any, *args: Any) -> Any:
+        new = original(self, subscription, *args)
+        for other in self.subscriptions:
+            if other is not subscription:
+                other.done = NOTHING_DONE
+        return new
+
+    wrap(patch, Session, "subscribe", change)
 
 
 @mutation
@@ -227,17 +225,13 @@ def whether_to_read_is_said_last(patch: Patch) -> None:
 
 
 @mutation
-def cursors_are_saved_while_they_are_being_deleted(patch: Patch) -> None:
-    def change(original: Any, self: Any, subscription: Any) -> Any:
-        subscription.moving = False
-        return original(self, subscription)
-
-    wrap(patch, SubscriptionTable, "add", change)
+def packet_ids_of_publishes_are_not_stored_with_them(patch: Patch) -> None:
+    patch.setattr(SimTable, "receive", lambda self, received: None)
 
 
 @mutation
 def what_waits_of_a_replaced_subscription_is_sent(patch: Patch) -> None:
-    patch.setattr(Session, "subscribe", lambda self, subscription: self.subscriptions.add(subscription))
+    patch.setattr(Session, "_keep_wanted", lambda self: None)
 
 
 # -- others ------------------------------------------------------------------------------------------------
@@ -320,14 +314,14 @@ def cursors_pass_what_is_in_flight(patch: Patch) -> None:
     wrap(
         patch,
         Positions,
-        "cursors",
-        lambda original, self, streams, position_of, window: original(self, streams, position_of, Window()),
+        "bring_up",
+        lambda original, self, streams, heads, window, waiting: original(self, streams, heads, Window(), waiting),
     )
 
 
 @mutation
 def what_waits_counts_as_sent(patch: Patch) -> None:
-    patch.setattr(Outgoing, "first_of", lambda self, stream: None)
+    patch.setattr(Outgoing, "firsts", lambda self: {})
 
 
 @mutation

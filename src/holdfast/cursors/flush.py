@@ -104,8 +104,3 @@ class CursorStore:
         step = self._metadata.batch_max or len(gone) or 1
         for at in range(0, len(gone), step):
             self._metadata.transact([Delete(key) for key in gone[at : at + step]])
-
-    def forget(self, keys: Iterable[str]) -> None:
-        """These are not ours any more; remember nothing about them."""
-        for key in keys:
-            self._versions.pop(key, None)

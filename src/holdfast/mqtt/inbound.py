@@ -26,10 +26,6 @@ class Inbound:
     def __contains__(self, packet_id: int) -> bool:
         return packet_id in self._stored
 
-    def ids(self) -> list[int]:
-        """Of those that are stored: what becomes of the others nobody knows yet."""
-        return sorted(packet_id for packet_id, stored in self._stored.items() if stored)
-
     def take(self, packet_id: int) -> None:
         """A PUBLISH that is new has come."""
         self._stored[packet_id] = False

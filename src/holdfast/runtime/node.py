@@ -14,7 +14,7 @@ from holdfast.auth.authenticator import Authenticator
 from holdfast.errors import HoldfastError
 from holdfast.keys import NODES
 from holdfast.log.retention import RetentionSettings, maintain
-from holdfast.model import LOG, RETAIN, Stream
+from holdfast.model import LOG, RETAIN
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.batch_members import PREFIX as BATCH_MEMBERS
 from holdfast.runtime.batch_members import BatchMembers
@@ -34,7 +34,6 @@ from holdfast.runtime.supervisor import Supervisor
 from holdfast.runtime.sweep import Sweep
 from holdfast.sessions.life import LifeSettings
 from holdfast.sessions.retained import RetainedMessages
-from holdfast.sessions.session import Session
 from holdfast.sessions.sweep import SweepSettings
 from holdfast.settings import Settings
 from holdfast.store import open_metadata, open_store
@@ -324,9 +323,6 @@ class Node:
         flags = qos | (RETAIN if retain else 0)
         self.ingest.publish_one(publisher, topic, payload, flags, None, done.set_result)
         return await done
-
-    def cursors_of(self, session: Session) -> dict[tuple[str, Stream], Any]:
-        return dict(session.cursors(self.delivery.heads, self.delivery.heads))
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], log: str) -> None:

@@ -48,8 +48,6 @@ class RetainedOrigin:
 
     __slots__ = ("rows",)
 
-    stays = True
-
     def __init__(self, rows: Rows):
         self.rows = rows
 
@@ -108,10 +106,6 @@ class Outgoing:
         self.rows = self.bytes = 0
         for waiting in queue:
             self.put(waiting.rows, kept(waiting), waiting.feed)
-
-    def clear(self) -> None:
-        self._queue.clear()
-        self.rows = self.bytes = 0
 
     # -- sending -------------------------------------------------------------------------------------------
 

@@ -42,8 +42,6 @@ class StreamOrigin:
 
     __slots__ = ("_positions", "stream")
 
-    stays = True
-
     def __init__(self, positions: Positions, stream: Stream):
         self._positions, self.stream = positions, stream
 
@@ -218,14 +216,12 @@ class Positions:
 
     # -- how far it has come ---------------------------------------------------------------------------------
 
-    def stand(self, stream: Stream, heads: Heads, attached: bool) -> int:
+    def stand(self, stream: Stream, heads: Heads) -> int:
         """The first offset that has not been taken from the log."""
         found = self.behind.get(stream)
         if found is not None:
             return found
-        if not attached or self.is_unread(stream):
-            return self.done.past(stream)
-        return heads.known(stream) or 0
+        return self.done.past(stream) if self.is_unread(stream) else heads.known(stream) or 0
 
     def bring_up(
         self,
@@ -303,14 +299,6 @@ class Positions:
         self.skipped.clear()
         self.unread_from = done.first_unfinished()
         self.open(heads, window)
-
-    def rest(self) -> None:
-        """The client went: `done`, which has been brought up, is all there is to know."""
-        self.behind.clear()
-        self.ahead.clear()
-        self.skipped.clear()
-        self.unread_from = None
-        self.dup_below = {}
 
 
 def _nothing() -> None: ...

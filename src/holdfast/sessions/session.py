@@ -11,7 +11,7 @@ log ────read─────────┘                  └─ unack
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.cursors.cursor import Cursor
 from holdfast.cursors.cursor_map import NOTHING_DONE, CursorMap
@@ -68,7 +68,7 @@ class Session:
         if others:
             self.bring_up(seen)
             if begin.covers(positions.done) and all(
-                begin.past(stream) >= positions.stand(stream, seen, attached=True) for stream in self._unfinished(seen)
+                begin.past(stream) >= positions.stand(stream, seen) for stream in self._unfinished(seen)
             ):
                 if not new:
                     self._keep_wanted()
@@ -132,11 +132,6 @@ class Session:
 
     # -- the client goes and comes back ------------------------------------------------------------------
 
-    def position(self, stream: Stream, heads: Mapping[Stream, int]) -> int:
-        """The first offset that has not been sent."""
-        found = self.positions.stand(stream, Heads.of(heads), self.attached)
-        return min(found, self.outgoing.firsts().get(stream, found))
-
     def bring_up(self, heads: Heads, streams: Iterable[Stream] | None = None) -> None:
         """Let `positions.done` be true of these streams, or of all that are not done to their ends."""
         if not self.attached:
@@ -156,25 +151,6 @@ class Session:
         found.update(dict.fromkeys(Stream(heads.log, shard, generation) for generation, shard, _ in positions.done))
         found.update(dict.fromkeys(positions.behind))
         return list(found)
-
-    def save_all(self, heads: Heads) -> None:
-        """Whatever is not done to its end is to be saved."""
-        self.bring_up(heads)
-        self.positions.dirty.update(Stream(heads.log, shard, g) for g, shard, _ in self.positions.done)
-
-    def detach(self, heads: Mapping[Stream, int], sealed: Collection[Stream] = ()) -> None:
-        """The client went: whatever waits stays in the log, and every stream has a position again.
-
-        A session that is away already stays as it is: what came since is not known to it.
-        """
-        if not self.attached:
-            return
-        self.save_all(Heads.of(heads, sealed))
-        self.positions.rest()
-        self.attached = False
-        self.outgoing.clear()
-        # What was lent goes back to its group, but for what MQTT wants to stay with this session.
-        self.window.keep(lambda delivery: delivery.origin.stays)
 
     def loss(self, heads: Mapping[Stream, int], now: float, policy: Policy) -> Trimmed:
         """What it can no longer be given, and whether it may come; nothing is changed."""

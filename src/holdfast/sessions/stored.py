@@ -37,12 +37,12 @@ from holdfast.sessions.window import NOBODY, RELEASED, Delivery, Window
 class LentBefore:
     """The origin of a QoS 2 delivery of a group, until it is known whether the group still waits for this client."""
 
-    __slots__ = ("stream",)
+    __slots__ = ("share", "stream")
 
-    stays = True
-
-    def __init__(self, stream: Stream):
+    def __init__(self, stream: Stream, share: int):
         self.stream = stream
+        self.share = share
+        """The number of the subscription under which it was lent."""
 
     def settle(self, delivery: Delivery, reason: int) -> None: ...
 
@@ -95,6 +95,8 @@ def _packets(window: Window, leaving: str) -> StoredPackets:
             flights.append(Flight(packet_id, qos, origin.stream, offset))
         elif isinstance(origin, LoanFeed) and qos == 2:
             flights.append(Flight(packet_id, qos, origin.stream, offset, origin.subscription.number))
+        elif isinstance(origin, LentBefore):
+            flights.append(Flight(packet_id, qos, origin.stream, offset, origin.share))
     return StoredPackets(flights, window.last_id, leaving)
 
 
@@ -127,7 +129,7 @@ def restore(row: SessionRow, previous: str, may_have_been_sent: Mapping[Stream, 
         if stream is None:
             delivery = Delivery(NOBODY, offset, qos)
         else:
-            delivery = Delivery(LentBefore(stream) if share else session.positions.origin(stream), offset, qos)
+            delivery = Delivery(LentBefore(stream, share) if share else session.positions.origin(stream), offset, qos)
         session.window.restore(packet_id, delivery)
     if previous and packets.left == previous:
         session.window.last_id = packets.last_id

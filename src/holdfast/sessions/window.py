@@ -10,7 +10,7 @@ client's reason code, when the client is done with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -22,11 +22,6 @@ PACKET_ID_MAX = 65_535
 
 class Origin(Protocol):
     """Where a delivery comes from, and who keeps its progress."""
-
-    @property
-    def stays(self) -> bool:
-        """If the client goes, its deliveries stay with the session, and are sent again when it is back."""
-        ...
 
     def settle(self, delivery: Delivery, reason: int) -> None:
         """The client is done with it: it has it (reason below 0x80), or it refuses it."""
@@ -48,8 +43,6 @@ class Delivery(NamedTuple):
 
 class Nobody:
     """The origin of deliveries that are nobody's any more; their packet ids stay taken until the client answers."""
-
-    stays = False
 
     def settle(self, delivery: Delivery, reason: int) -> None: ...
 
@@ -165,10 +158,6 @@ class Window:
         for packet_id, delivery in self._in_flight.items():
             if delivery.origin is origin and (wanted is None or delivery.offset in wanted):
                 self._in_flight[packet_id] = Delivery(NOBODY, 0, delivery.qos)
-
-    def keep(self, wanted: Callable[[Delivery], bool]) -> None:
-        """Forget every delivery but these and the released ones."""
-        self._in_flight = {i: d for i, d in self._in_flight.items() if d.qos == RELEASED or wanted(d)}
 
     def drop(self, packet_id: int) -> None:
         """It cannot be sent again: what it was is gone from the log."""

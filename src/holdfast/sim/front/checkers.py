@@ -12,8 +12,8 @@ everything is delivered       once clients read and acknowledge again, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from holdfast.cursors.cursor import Cursor, Range
@@ -24,12 +24,16 @@ from holdfast.model import RETAIN, Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.properties import expiry_of
+from holdfast.sessions.changes import Content
+from holdfast.sessions.packed import unpack_cursors, unpack_subscriptions
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
 from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.table import StoredWill
 from holdfast.sim.checkers import Violation
 from holdfast.sim.front.disk import Block, Disk, Row
+from holdfast.sim.front.lives import Lives
 from holdfast.sim.front.world import World
 
 if TYPE_CHECKING:
@@ -46,6 +50,14 @@ HEADER_BYTES = 80
 
 
 @dataclass(slots=True)
+class Promise:
+    """A SUBACK: it holds for every stored copy of the subscription."""
+
+    done_at: int | None = None
+    """What is published from here on is the subscription's own."""
+
+
+@dataclass(slots=True)
 class Asked:
     """A subscription, and between which numbers it began."""
 
@@ -54,16 +66,14 @@ class Asked:
     """What was published before is not its own."""
     starts: dict[Stream, int] | None
     """Where it was told to start, by stream."""
-    done_at: int | None = None
-    """What is published from here on is."""
-    qos: int = 0
-    """The strongest QoS it may have: until the SUBACK a crash may bring back the options from before."""
-    before: Asked | None = None
-    """What it replaces: until the SUBACK a crash may bring it back."""
+    promise: Promise = field(default_factory=Promise)
     again: set[Place] = field(default_factory=set)
     """Acknowledged before it was told to start there, and so to come once more."""
     checked: dict[Stream, int] = field(default_factory=dict)
     """Up to where its cursors have been checked."""
+
+    def copy(self) -> Asked:
+        return replace(self, again=set(self.again), checked=dict(self.checked))
 
 
 @dataclass(slots=True)
@@ -78,6 +88,15 @@ class Flight:
     released: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a row's content stands for."""
+
+    asked: dict[str, Asked]
+    done: frozenset[Place]
+    ids: dict[int, Flight]
+
+
 @dataclass(slots=True)
 class Consumer:
     """One client's session, as it must be."""
@@ -87,14 +106,10 @@ class Consumer:
     rap: bool
     packet_max: int
     asked: dict[str, Asked] = field(default_factory=dict)
-    ending: dict[str, Asked] = field(default_factory=dict)
-    """Unsubscribed, and not yet told so: a crash may bring them back."""
     done: set[Place] = field(default_factory=set)
     """Acknowledged, as far as the node must know."""
     ever_done: set[Place] = field(default_factory=set)
-    flushed: set[Place] = field(default_factory=set)
     ids: dict[int, Flight] = field(default_factory=dict)
-    before_crash: dict[int, Flight] = field(default_factory=dict)
     last: dict[Stream, int] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)
     """By publisher, the generation of what was sent last."""
@@ -111,11 +126,23 @@ class Consumer:
             asked.again.discard(place)
 
     def forget(self) -> None:
-        for part in (self.asked, self.ending, self.done, self.ever_done, self.flushed):
+        for part in (self.asked, self.done, self.ever_done, self.ids):
             part.clear()
         self.new_connection()
-        self.ids.clear()
-        self.before_crash.clear()
+
+    def saved(self) -> Saved:
+        asked = {text: one.copy() for text, one in self.asked.items()}
+        return Saved(asked, frozenset(self.done), {i: replace(flight) for i, flight in self.ids.items()})
+
+    def restore(self, saved: Saved) -> None:
+        """Of what is in flight, a row has the session's own and, of QoS 2, what was lent to it."""
+        self.asked = {text: one.copy() for text, one in saved.asked.items()}
+        self.done = set(saved.done)
+        self.ids = {
+            i: replace(flight)
+            for i, flight in saved.ids.items()
+            if flight.released or flight.kind == "own" or (flight.kind == "shared" and flight.qos == 2)
+        }
 
     def new_connection(self) -> None:
         for part in (self.last, self.newest, self.owed, self.owed_at):
@@ -146,10 +173,16 @@ class Truth:
         self.loans: dict[LoanFeed, Group] = {}
         self.deliveries = 0
         self.largest_block = 0
+        self.lives = Lives(world)
+        self._last_words: dict[str, Saved] = {}
+        """By client: what was true when its last connection ended, unless that may be lost."""
+        self._wills: set[int] = set()
+        self._noticed: dict[int, int] = {}
+        """Wills: a number from when the node came to know each; nobody can tell that it was there before."""
         self.largest_payload = 0
         """Of what clients have sent."""
-        self.on_crash: Callable[[], None] = lambda: None
         disk.log.on_append = self.appended
+        disk.table.truth = self
 
     def number(self) -> int:
         self._numbers += 1
@@ -187,6 +220,17 @@ class Truth:
         if not self.copies.get(name):
             self.fail("acknowledged is stored", f"{name!r} is not in the log")
 
+    def will(self, client: str, will: StoredWill) -> Row:
+        """It is published: by nobody's packet, but by a change of its client's row."""
+        flags = will.qos | (RETAIN if will.retain else 0)
+        row = self.taken(client, will.topic, will.payload, flags, will.properties or None)
+        self._wills.add(row.number)
+        return row
+
+    def _order(self, row: Row) -> float:
+        """Where it stands among what is published and subscribed to."""
+        return self._noticed.get(row.number, inf) if row.number in self._wills else row.number
+
     # -- subscribing ---------------------------------------------------------------------------------------
 
     def subscribing(
@@ -194,19 +238,16 @@ class Truth:
     ) -> None:
         consumer = self.consumers[client]
         old = consumer.asked.get(subscription.filter)
-        qos = max(subscription.qos, old.qos if old is not None else 0)
-        asked = Asked(subscription, asked_at, starts, qos=qos, before=old)
+        asked = Asked(subscription, asked_at, starts)
         if old is not None and starts is not None:
             asked.asked_at = old.asked_at
         consumer.asked[subscription.filter] = asked
-        consumer.ending.pop(subscription.filter, None)
         for stream, at in (starts or {}).items():
             self._goes_back(consumer, stream, at, asked)
 
     def changes(self, client: str, subscription: Subscription) -> None:
         """Subscribed to again, from where it is."""
-        asked = self.consumers[client].asked[subscription.filter]
-        asked.subscription, asked.qos = subscription, max(subscription.qos, asked.qos)
+        self.consumers[client].asked[subscription.filter].subscription = subscription
 
     def _goes_back(self, consumer: Consumer, stream: Stream, at: int, asked: Asked) -> None:
         """What this filter matches from here on is delivered again."""
@@ -216,30 +257,19 @@ class Truth:
         again = {place for place in past if matcher.matches(rows[place[1]].topic)}
         asked.again |= again
         consumer.done -= again
-        consumer.flushed -= again
         consumer.last.pop(stream, None)
         consumer.replays = True
 
     def subscribed(self, client: str, filter_text: str) -> None:
         asked = self.consumers[client].asked.get(filter_text)
-        if asked is None:
-            return
-        asked.qos, asked.before = asked.subscription.qos, None
-        if asked.done_at is None:
-            asked.done_at = self.number()
+        if asked is not None and asked.promise.done_at is None:
+            asked.promise.done_at = self.number()
 
     def unsubscribed(self, client: str, filter_text: str) -> None:
         consumer = self.consumers[client]
-        asked = consumer.asked.pop(filter_text, None)
-        if asked is not None:
-            asked.done_at = None
-            consumer.ending[filter_text] = asked
+        consumer.asked.pop(filter_text, None)
         # What waits of its retained messages is still sent if another filter matches it.
         consumer.owed = {key: number for key, number in consumer.owed.items() if key[0] != filter_text}
-
-    def unsuback(self, client: str, filters: Iterable[str]) -> None:
-        for text in filters:
-            self.consumers[client].ending.pop(text, None)
 
     def owes_retained(self, outlet: Outlet, filter_text: str, asked_at: int) -> None:
         consumer = self.consumers[outlet.session.client_id]
@@ -255,73 +285,74 @@ class Truth:
 
     # -- sessions ------------------------------------------------------------------------------------------
 
-    def attached(self, client: str, present: bool) -> None:
-        consumer = self.consumers[client]
-        consumer.new_connection()
-        if not present:
-            consumer.forget()
-
-    def restored(self, session: Session) -> None:
-        """What a client that was away when the node died had not answered is known again."""
+    def welcomed(self, session: Session, present: bool, saved: Saved | None) -> None:
+        """A client has its session; `saved`: what its row stands for."""
         consumer = self.consumers[session.client_id]
-        known = {**consumer.before_crash, **consumer.ids}
-        consumer.ids = {packet_id: known[packet_id] for packet_id, _ in session.window if packet_id in known}
-        consumer.before_crash.clear()
+        consumer.new_connection()
+        last = self._last_words.pop(session.client_id, None)
+        if last is not None and present:
+            kept = saved.done if saved is not None else frozenset()
+            if lost := last.done - kept:
+                self.fail("acknowledged never again", f"{sorted(lost)[0]} of {consumer.name} is not stored")
+        if saved is None or not present:
+            consumer.forget()
+        else:
+            consumer.restore(saved)
+        wanted = {text for text in consumer.asked if not text.startswith("$")}
+        if set(session.subscriptions.filters) != wanted:
+            what = f"{consumer.name} has {session.subscriptions.filters}, stored was {wanted}"
+            self.fail("a session is what was stored of it", what)
+        if (flying := {packet_id for packet_id, _ in session.window}) != consumer.ids.keys():
+            what = f"{consumer.name} has {flying} in flight, stored was {[*consumer.ids]}"
+            self.fail("a session is what was stored of it", what)
 
     def detached(self, client: str) -> None:
-        consumer = self.consumers[client]
-        consumer.new_connection()
-        consumer.ids = {i: f for i, f in consumer.ids.items() if f.released or f.kind in ("own", "retained")}
+        self.consumers[client].new_connection()
 
     def dropped(self, client: str, packet_id: int) -> None:
         self.consumers[client].ids.pop(packet_id, None)
 
-    def discarded(self, client: str) -> None:
-        """It is gone from the node, and not yet from the store: until then a restart may bring it back."""
-        consumer = self.consumers[client]
-        ending = {**consumer.ending, **consumer.asked}
-        under_way = {**consumer.before_crash, **consumer.ids}
-        consumer.forget()
-        consumer.before_crash = under_way
-        for asked in ending.values():
-            asked.done_at = None
-        consumer.ending = ending
+    def released(self, client: str, packet_id: int) -> None:
+        """It was lent, and is not this client's any more; its answer is still waited for."""
+        flight = self.consumers[client].ids[packet_id]
+        flight.kind, flight.feed, flight.released = "nobody", None, True
 
-    def discarded_for_good(self, client: str) -> None:
-        self.consumers[client].ending.clear()
-        self.consumers[client].before_crash.clear()
-
-    def crashed(self) -> None:
-        self.on_crash()
-        for consumer in self.consumers.values():
-            session = self.front.sessions.known.get(consumer.name)
-            if session is not None and not session.durable:
-                consumer.forget()
-            consumer.new_connection()
-            consumer.before_crash, consumer.ids = {**consumer.before_crash, **consumer.ids}, {}
-            consumer.done &= consumer.flushed
-            consumer.asked = {**consumer.ending, **consumer.asked}
-        self.loans.clear()
-
-    def stopped(self) -> None:
+    def process_ended(self) -> None:
+        """Whatever was in memory is gone."""
         for consumer in self.consumers.values():
             consumer.new_connection()
-            consumer.ids = {i: f for i, f in consumer.ids.items() if f.released or f.kind == "own"}
-            consumer.asked = {**consumer.ending, **consumer.asked}
         self.loans.clear()
 
     def started(self) -> None:
         """A node has read what there is."""
         for number in self.where:
-            self.seen.setdefault(number, len(self.seen))
+            self._see(number)
 
-    def flushing(self, clients: set[str]) -> dict[str, set[Place]]:
-        return {client: set(self.consumers[client].done) for client in clients}
+    def _see(self, number: int) -> None:
+        self.seen.setdefault(number, len(self.seen))
+        if number in self._wills and number not in self._noticed:
+            self._noticed[number] = self.number()
 
-    def flushed(self, flushing: dict[str, set[Place]]) -> None:
-        for client, places in flushing.items():
-            consumer = self.consumers[client]
-            consumer.flushed |= places & consumer.done
+    def saving(self, client: str, leaving: bool) -> Saved:
+        """What is true of it when its row's content is made."""
+        saved = self.consumers[client].saved()
+        if leaving:
+            self._last_words[client] = saved
+        return saved
+
+    def words_lost(self, client: str | None = None) -> None:
+        """A process died before everything was saved, or a row was taken from it."""
+        if client is None:
+            self._last_words.clear()
+        else:
+            self._last_words.pop(client, None)
+
+    def check_content(self, session: Session, content: Content) -> None:
+        """What is about to be stored passes nothing that was not acknowledged."""
+        cursors = unpack_cursors(content.cursors, session.client_id)
+        for entry in unpack_subscriptions(content.subscriptions, session.client_id).entries:
+            for stream in self.disk.log.streams:
+                self.check_cursor(session.client_id, entry.filter, stream, cursors.cursor(entry.number, stream))
 
     def check_cursor(self, client: str, filter_text: str, stream: Stream, cursor: Cursor) -> None:
         consumer = self.consumers[client]
@@ -342,11 +373,11 @@ class Truth:
 
     def _is_due(self, asked: Asked, row: Row, place: Place) -> bool:
         """Is this message certainly the subscription's?"""
-        if asked.done_at is None or not asked.subscription.matcher.matches(row.topic):
+        if asked.promise.done_at is None or not asked.subscription.matcher.matches(row.topic):
             return False
         if asked.starts is not None and place[1] >= asked.starts.get(place[0], 0):
             return True
-        return row.number > asked.done_at
+        return self._order(row) > asked.promise.done_at
 
     def _may_be(self, asked: Asked, row: Row, place: Place) -> bool:
         """Could it be?"""
@@ -354,7 +385,7 @@ class Truth:
             return False
         if asked.starts is not None and place[1] >= asked.starts.get(place[0], 0):
             return True
-        return row.number > asked.asked_at or (asked.before is not None and self._may_be(asked.before, row, place))
+        return self._order(row) > asked.asked_at
 
     def _excused(self, consumer: Consumer, row: Row, subscription: Subscription | None = None) -> bool:
         """It need not be delivered."""
@@ -373,7 +404,7 @@ class Truth:
         rows = self.disk.log.streams.get(block.stream)
         if rows is not None:
             for offset in block.offsets:
-                self.seen[rows[offset].number] = len(self.seen)
+                self._see(rows[offset].number)
 
     def wrote(self, outlet: Outlet, data: bytes, *, again: bool = False) -> None:
         """Bytes of deliveries to this client, as they leave."""
@@ -457,7 +488,7 @@ class Truth:
             self.fail(
                 "only what was asked for", f"{name} is sent {place} {row.topic}, subscribed to {[*consumer.asked]}"
             )
-        if qos > max((asked.qos for asked in meant), default=2):
+        if qos > max((asked.subscription.qos for asked in meant), default=2):
             self.fail("MQTT", f"{name} is sent {place} with QoS {qos}")
         if not qos:
             consumer.take(place)
@@ -592,7 +623,7 @@ class Truth:
             for other in self.retain_rows.get(row.topic, ()):
                 later = self.seen.get(other, -1) > self.seen.get(number, -1)
                 # Streams have no order among each other: the store's may differ from that in which a node reads them.
-                if other < asked_at and later and self.rows[other].micros > row.micros:
+                if self._order(self.rows[other]) < asked_at and later and self.rows[other].micros > row.micros:
                     self.fail("only what was asked for", f"{client} is sent an old retained message of {row.topic}")
 
     def missing(self) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.delivery.delivery import Blocked, Room
 from holdfast.delivery.outlet import Outlet
 from holdfast.errors import PeerError
+from holdfast.log.contract import ReceivedId
 from holdfast.machine import TICK
 from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
@@ -16,7 +17,7 @@ from holdfast.mqtt.fastpath import PACKET_IDS, Inbox
 from holdfast.mqtt.reasons import Reason
 from holdfast.sessions.session import Session
 from holdfast.sessions.window import Pubrec
-from holdfast.sim.front.disk import Row, StoreDown
+from holdfast.sim.front.disk import Row
 from holdfast.sim.front.sockets import Socket
 from holdfast.sim.front.world import Work
 
@@ -33,6 +34,9 @@ class SimConnection:
         self.machine = mc.Connection(front.connection_settings, front.names, self.world.now)
         self.session: Session | None = None
         self.outlet: Outlet | None = None
+        self.claim = ""
+        """The token of its CONNECT."""
+        self._full = self._frozen = False
         self._armed = inf
         self._arm()
 
@@ -58,9 +62,18 @@ class SimConnection:
         return self.machine.keeps_open
 
     def socket_full(self, full: bool) -> None:
+        self._full = full
         self.handle(mc.SocketFull(full))
+        self._block()
+
+    def freeze(self, frozen: bool) -> None:
+        self._frozen = frozen
+        self.handle(mc.HoldOn(mc.Hold.FROZEN) if frozen else mc.Release(mc.Hold.FROZEN))
+        self._block()
+
+    def _block(self) -> None:
         if self.outlet is not None:
-            self.front.delivery.handle(Blocked(self.outlet, full))
+            self.front.delivery.handle(Blocked(self.outlet, self._full or self._frozen))
 
     def connection_lost(self) -> None:
         self.handle(mc.Lost())
@@ -113,7 +126,7 @@ class SimConnection:
                 self.front.spawn(self._controlled(packet))
             case mc.Leave(goodbye, expiry, why):
                 self.world.tell(self.client_id, f"leaves{' with a good-bye' if goodbye else ''}: {why}")
-                self.front.sessions.leave(self, expiry)
+                self.front.sessions.leave(self, goodbye, expiry)
             case _ if self.session is not None:
                 self._perform_for(self.session, effect)
 
@@ -131,7 +144,8 @@ class SimConnection:
                 if not front.ingest.publish(self, inbox, rows):
                     self.handle(mc.HoldOn(mc.Hold.COMMIT))
             case mc.PublishOne(topic, payload, flags, properties, qos, packet_id):
-                self._publish_one(truth.taken(client, topic, payload, flags, properties), qos, packet_id)
+                received = (client, session.inbound.born, packet_id) if qos == 2 and session.inbound.born else None
+                self._publish_one(truth.taken(client, topic, payload, flags, properties), qos, packet_id, received)
             case mc.PublishControl(_, _, qos, packet_id):
                 self.handle(mc.Answered(qos, packet_id, Reason.NOT_AUTHORIZED))
             case mc.AfterCommit(event):
@@ -144,9 +158,9 @@ class SimConnection:
             case mc.AckedOne(packet):
                 self._settled(self._acked_one(session, packet))
 
-    def _publish_one(self, row: Row, qos: int, packet_id: int) -> None:
+    def _publish_one(self, row: Row, qos: int, packet_id: int, received: ReceivedId | None) -> None:
         done = (lambda ok: self.handle(mc.StoredOne(qos, packet_id, ok))) if qos else None
-        self.front.ingest.publish_one(row, done)
+        self.front.ingest.publish_one(row, done, received)
 
     def _acked_one(self, session: Session, packet: p.Puback | p.Pubrec | p.Pubcomp) -> str | None:
         window, truth, client = session.window, self.front.truth, session.client_id
@@ -179,8 +193,8 @@ class SimConnection:
     def _joining(self, packet: p.Connect) -> Work:
         try:
             yield from self.front.sessions.join(self, packet)
-        except StoreDown:
-            self.handle(mc.Refuse(Reason.SERVER_UNAVAILABLE, packet.version))
+        except PeerError as error:
+            self.handle(mc.Refuse(error.reason_code, packet.version))
         else:
             self.handle(mc.Release(mc.Hold.JOIN))
 
@@ -191,8 +205,8 @@ class SimConnection:
                 answer, then = yield from subscribing.subscribe(self, packet)
             else:
                 answer, then = yield from subscribing.unsubscribe(self, packet)
-        except StoreDown:
-            self.close(Reason.SERVER_BUSY)
+        except PeerError as error:
+            self.handle(mc.BrokeMqtt(error))
             return
         self.handle(mc.Say(answer))
         then()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING
 
 from holdfast.delivery import delivery as dv
 from holdfast.delivery.outlet import Outlet
 from holdfast.delivery.readers import Fetched
+from holdfast.groups.shares import is_shared, parse_share
 from holdfast.log.contract import Retained
 from holdfast.machine import TICK
 from holdfast.model import Stream
+from holdfast.mqtt.trie import Trie
+from holdfast.sessions.heads import Heads
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.rows import Rows
 from holdfast.sim.front.checkers import Truth
@@ -61,7 +64,7 @@ class SimDelivery:
                 self.machine.heads.seal([stream])
 
     @property
-    def heads(self) -> dict[Stream, int]:
+    def heads(self) -> Heads:
         return self.machine.heads
 
     def handle(self, event: dv.DeliveryEvent) -> None:
@@ -92,9 +95,19 @@ class SimDelivery:
         self.connections[outlet] = connection
         self.handle(dv.Attached(outlet))
 
-    def detach(self, outlet: Outlet, *, away: bool) -> None:
+    def detach(self, outlet: Outlet) -> None:
         if self.connections.pop(outlet, None) is not None:
-            self.handle(dv.Detached(outlet, away))
+            self.handle(dv.Detached(outlet))
+
+    def filters_changed(self, counts: Mapping[str, int], whole: bool) -> None:
+        if whole:
+            self.machine.anywhere = Trie()
+        for text, count in counts.items():
+            topics = parse_share(text).filter if is_shared(text) else text
+            if count:
+                self.machine.anywhere.add(topics, text)
+            else:
+                self.machine.anywhere.remove(topics, text)
 
     def committed(self, placed: list[Block]) -> None:
         for block in placed:

@@ -1,4 +1,4 @@
-"""What outlives a node: the log as lists, retained messages, and a small metadata store; and how they fail."""
+"""What outlives a node: the log as lists, retained messages, the table of sessions; and how they fail."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from zlib import crc32
 from holdfast.delivery.readers import Fetched
 from holdfast.errors import HoldfastError
 from holdfast.log.contract import Retained
-from holdfast.metadata.contract import Lease, Metadata, Preconditions, VersionMismatch, Versions
-from holdfast.metadata.entries import Change, Entry, Put
-from holdfast.metadata.watch import Watch
 from holdfast.model import LOG, RETAIN, Batch, Stream
 from holdfast.sessions.positions import Gap
 from holdfast.sessions.rows import Rows
+from holdfast.sim.front.table import SimTable
 from holdfast.sim.front.world import World
 from holdfast.topics import Wanted
 
 
 class StoreDown(HoldfastError):
     """The simulated store does not answer."""
+
+
+class InDoubt(StoreDown):
+    """Nobody knows whether it was done, or will be."""
 
 
 class Row(NamedTuple):
@@ -138,59 +140,13 @@ def columns(rows: Sequence[Row]) -> Batch:
     )
 
 
-class SimMetadata(Metadata):
-    """Keys with versions, and nothing else."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self._version = 0
-
-    def get(self, key: str) -> Entry | None:
-        return self.entries.get(key)
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        return {key: entry for key, entry in sorted(self.entries.items()) if key.startswith(prefix)}
-
-    def _commit(self, changes: Sequence[Change], preconditions: Preconditions) -> Versions | VersionMismatch:
-        for key, expected in preconditions.items():
-            entry = self.entries.get(key)
-            found = None if entry is None else entry.version
-            if found != expected:
-                return VersionMismatch(key, expected, found)
-        versions: Versions = []
-        for change in changes:
-            self._version += 1
-            if isinstance(change, Put):
-                self.entries[change.key] = Entry(change.value, self._version)
-                versions.append(self._version)
-            else:
-                versions.append(self._version if self.entries.pop(change.key, None) else None)
-        return versions
-
-    def watch(self, prefix: str, wake: Callable[[], None] | None = None) -> Watch:
-        raise NotImplementedError
-
-    @property
-    def watch_failure(self) -> None:
-        return None
-
-    def lease(self, ttl_seconds: float) -> Lease:
-        raise NotImplementedError
-
-    def close(self) -> None: ...
-
-    def _renew(self, lease: Lease) -> None: ...
-
-    def _revoke(self, lease: Lease) -> None: ...
-
-
 class Disk:
     """Everything durable, how long it takes, and how it fails."""
 
     def __init__(self, world: World, shards: int, *, shared: bool):
         self.world = world
         self.log = SimLog(shards)
-        self.metadata = SimMetadata()
+        self.table = SimTable(world, self.log)
         self.shared = shared
         """Other processes append to the same log."""
         self.slow_seconds = 0.01
@@ -204,6 +160,8 @@ class Disk:
         """The next commit does so."""
         self.commits_slow_until = 0.0
         self.fetch_fails = 0.0
+        self.row_fails = self.row_lost = self.row_late = self.row_unanswered = 0.0
+        """Chances that a call of the table fails, is lost, lands later, is done and not answered."""
         self.down_until = 0.0
 
     @property
@@ -227,3 +185,22 @@ class Disk:
 
     def fails(self, chance: float) -> bool:
         return not self.world.healing and (self.down or self.world.chance(chance))
+
+    def fate(self) -> str | None:
+        """How a call of the table ends; None: well."""
+        rng = self.world.rng
+        if self.world.healing:
+            return None
+        if self.down:
+            return "lost" if rng.random() < 0.3 else "fails"
+        roll = rng.random()
+        for fate, chance in (
+            ("fails", self.row_fails),
+            ("lost", self.row_lost),
+            ("late", self.row_late),
+            ("unanswered", self.row_unanswered),
+        ):
+            if roll < chance:
+                return fate
+            roll -= chance
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from holdfast.log.contract import ReceivedId
 from holdfast.mqtt.fastpath import Inbox
 from holdfast.sim.front.disk import Block, Disk, Row, StoreDown
 from holdfast.sim.front.world import Life, Pending, Work, World
@@ -19,6 +20,7 @@ class OpenBatch:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.bytes = 0
+        self.received: list[ReceivedId] = []
         self.acks: list[tuple[SimConnection, Inbox]] = []
         self.after: list[Callable[[bool], None]] = []
 
@@ -55,8 +57,10 @@ class SimIngest:
         self._waiting.append(connection)
         return False
 
-    def publish_one(self, row: Row, done: Callable[[bool], None] | None) -> None:
+    def publish_one(self, row: Row, done: Callable[[bool], None] | None, received: ReceivedId | None = None) -> None:
         self._add([row])
+        if received is not None:
+            self._open.received.append(received)
         if done is not None:
             self._open.after.append(done)
 
@@ -84,7 +88,7 @@ class SimIngest:
             for connection in waiting:
                 connection.read_on()
             try:
-                placed = yield from self._commit(batch.rows)
+                placed = yield from self._commit(batch.rows, batch.received)
             except StoreDown:
                 self._tell_failed(batch)
             else:
@@ -92,7 +96,7 @@ class SimIngest:
                 self._acknowledge(batch)
             self.busy = False
 
-    def _commit(self, rows: list[Row]) -> Work:
+    def _commit(self, rows: list[Row], received: list[ReceivedId]) -> Work:
         world, disk = self.world, self.disk
         if not rows:
             return []
@@ -101,6 +105,7 @@ class SimIngest:
             yield world.rng.random() * disk.commit_seconds
             raise StoreDown("nothing was stored")
         placed = disk.log.append(rows, world.now, ours=True)
+        disk.table.receive(received)
         # Others may append, and we may read it, before the writer's thread has told the loop.
         yield world.rng.random() * disk.commit_seconds
         if disk.lies():

@@ -20,7 +20,9 @@ from holdfast.model import Stream
 from holdfast.mqtt.connection import Say
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
+from holdfast.sessions.stored import LentBefore
 from holdfast.sessions.subscriptions import Subscription
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 from holdfast.sim.front.disk import SimLog, rows_at
 from holdfast.sim.front.world import Work
 from holdfast.topics import TopicFilter
@@ -139,6 +141,13 @@ class SimLending:
             self.front.delivery.handle(LoanStopped(member.outlet, feed))
             self._free(loan)
         member.feeds.clear()
+
+    def returned(self, connection: SimConnection, session: Session) -> None:
+        """What was lent to it has gone to somebody else: its packet ids are released all the same."""
+        for packet_id, delivery in session.in_flight():
+            if isinstance(delivery.origin, LentBefore):
+                session.window.restore(packet_id, Delivery(NOBODY, 0, RELEASED))
+                self.front.truth.released(session.client_id, packet_id)
 
     def report(self, outlet: Outlet) -> None:
         member = self.members.get(outlet)

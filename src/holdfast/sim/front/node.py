@@ -5,16 +5,19 @@ from __future__ import annotations
 from holdfast.delivery.delivery import DeliverySettings
 from holdfast.mqtt.connection import ConnectionSettings
 from holdfast.mqtt.reasons import Reason
+from holdfast.sessions.life import LifeSettings
+from holdfast.sessions.sweep import SweepSettings
 from holdfast.sim.front.checkers import Truth
 from holdfast.sim.front.connection import SimConnection
 from holdfast.sim.front.delivery import SimDelivery
-from holdfast.sim.front.disk import Disk, StoreDown
+from holdfast.sim.front.disk import Disk
 from holdfast.sim.front.ingest import SimIngest
-from holdfast.sim.front.keeper import SimKeeper
 from holdfast.sim.front.lending import Groups, SimLending
+from holdfast.sim.front.rows import SimRows
 from holdfast.sim.front.sessions import SimSessions
 from holdfast.sim.front.sockets import ClientEnd, Socket
 from holdfast.sim.front.subscribing import SimSubscribing
+from holdfast.sim.front.sweep import SimUpkeep
 from holdfast.sim.front.world import Life, Work, World
 
 
@@ -24,8 +27,23 @@ class FrontSettings:
     pending_bytes_max = 4000
     batch_bytes_max = 8000
     socket_bytes_max = 3000
-    flush_seconds = 0.5
     inflight_max = 20
+    stop_seconds = 1.0
+
+    def __init__(self, *, flush_secs: float = 0.5, freeze_secs: float = 5.0, grace_secs: float = 0.5):
+        self.life = LifeSettings(
+            connect_wait_secs=1.3,
+            ask_secs=0.05,
+            read_secs=0.3,
+            write_secs=0.1,
+            flush_secs=flush_secs,
+            close_secs=0.3,
+            freeze_secs=freeze_secs,
+            grace_secs=grace_secs,
+            lease_secs=1.0,
+            margin_secs=0.15,
+        )
+        self.sweep = SweepSettings(grace_secs=grace_secs, unheld_secs=1.0, tombstone_secs=4.0)
 
 
 class SimFront:
@@ -33,11 +51,11 @@ class SimFront:
 
     def __init__(self, world: World, disk: Disk, truth: Truth, groups: Groups, settings: FrontSettings):
         self.world, self.disk, self.truth, self.settings = world, disk, truth, settings
-        self.life = Life()
+        self.life, self.name = Life(), "n"
         self.names: dict[bytes, str] = {}
         self.sockets: dict[SimConnection, None] = {}
         self.inflight_max = settings.inflight_max
-        self.accepting = True
+        self.accepting = False
         self.connection_settings = ConnectionSettings(
             connect_seconds=2.0,
             packet_bytes_max=1 << 16,
@@ -68,20 +86,25 @@ class SimFront:
             self.delivery.machine.anyone_for,
             self.delivery.doubt,
         )
-        self.keeper = SimKeeper(self)
-        self.sessions = SimSessions(self)
+        self.rows = SimRows(self)
+        self.sessions = SimSessions(self, settings.life)
         self.subscribing = SimSubscribing(self)
         self.lending = SimLending(self, groups)
         disk.log.on_change = lambda ours: None if ours else self.hint()
-        self.sessions.load()
+        self.upkeep = SimUpkeep(self, settings.sweep)
         self.spawn(self.delivery.follow())
         self.spawn(self.ingest.run())
-        self.spawn(self.keeper.run())
-        self.spawn(self.sessions.flush_for_ever(settings.flush_seconds))
+        self.spawn(self._begin())
         self.spawn(self.lending.lend_for_ever())
         self.spawn(self.lending.pass_over_for_ever())
         truth.front = self
         truth.started()
+
+    def _begin(self) -> Work:
+        yield from self.upkeep.begin()
+        self.accepting = True
+        self.spawn(self.upkeep.keep_lease())
+        self.spawn(self.upkeep.sweep())
 
     def spawn(self, work: Work) -> None:
         self.world.spawn(work, self.life)
@@ -103,30 +126,27 @@ class SimFront:
         """Everything in memory is gone; clients notice."""
         self.world.tell("node", "CRASHES")
         self.accepting = self.life.alive = False
-        self.truth.crashed()
+        self.truth.words_lost()
         self._let_go()
 
     def stop(self) -> Work:
         """A clean stop."""
         self.world.tell("node", "stops")
         self.accepting = False
-        self.sessions.closing = True
+        self.sessions.stop()
         for connection in list(self.sockets):
             connection.close(Reason.SERVER_SHUTTING_DOWN)
         yield self.ingest.drained()
-        try:
-            yield from self.sessions.save_all()
-            flushed = not any(s.positions.dirty for s in self.sessions.known.values() if s.durable)
-        except StoreDown:
-            flushed = False
-        if flushed:
-            self.truth.stopped()
-        else:
-            self.truth.crashed()
+        yield from self.sessions.stopped(self.settings.stop_seconds)
+        if self.sessions.live:
+            self.truth.words_lost()
+        yield from self.upkeep.end_lease()
         self.life.alive = False
         self._let_go()
 
     def _let_go(self) -> None:
+        self.truth.process_ended()
+        self.truth.lives.process_ended()
         for connection in self.sockets:
             connection.socket.node_died()
         for group in self.lending.groups.groups.values():

@@ -1,101 +1,281 @@
-"""The simulated node's sessions, as in `runtime.sessions`: who is connected, who is away, what is stored of them."""
+"""The simulated node's sessions, as in `runtime.sessions`: the host of their lives.
+
+One machine per client id with something going on decides; here its effects are performed, on the simulated disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from holdfast.delivery.outlet import NO_LIMIT, Outlet
+from holdfast.errors import PeerError
+from holdfast.machine import TICK, Send
+from holdfast.model import Stream
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.connection import Say, Welcome
+from holdfast.mqtt.inbound import Inbound
 from holdfast.mqtt.reasons import Reason
+from holdfast.sessions import life
+from holdfast.sessions.changes import Content
+from holdfast.sessions.clock import StoreClock
+from holdfast.sessions.life import LifeSettings, SessionLife, SessionNode, State, answer_unheld
 from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.positions import StreamOrigin
-from holdfast.sessions.records import SessionRecord, record_of
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
+from holdfast.sessions.stored import content_of, filters_of, restore
+from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
 from holdfast.sessions.window import RELEASED, Delivery
 from holdfast.sim.front.disk import StoreDown, rows_at
 from holdfast.sim.front.world import Pending, Work
 
 if TYPE_CHECKING:
+    from holdfast.sim.front.checkers import Saved
     from holdfast.sim.front.connection import SimConnection
     from holdfast.sim.front.node import SimFront
 
+AGAIN_AT_ONCE = 5
+COPY_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One connection's CONNECT, from when it arrives until the connection is over."""
+
+    token: str
+    client_id: str
+    connection: SimConnection
+    packet: p.Connect
+    answer: Pending
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A client id with something going on."""
+
+    machine: SessionLife
+    session: Session | None = None
+    claim: Claim | None = None
+    armed: float = inf
+    inbound: Inbound | None = None
+    saving: dict[int, Pending] = field(default_factory=dict)
+    saved: dict[Content, Saved] = field(default_factory=dict)
+    """What the checkers know of each content that its machine was given."""
+
 
 class SimSessions:
-    def __init__(self, front: SimFront):
+    def __init__(self, front: SimFront, settings: LifeSettings):
         self.front, self.world = front, front.world
-        self.known: dict[str, Session] = {}
+        self.node = SessionNode(front.name, StoreClock(settings.margin_secs), settings, filters_of)
+        self.live: dict[str, Live] = {}
+        self._claims: dict[str, Claim] = {}
         self.connections: dict[str, SimConnection] = {}
-        self.stored: dict[str, SessionRecord] = {}
+        self._events: deque[tuple[str, life.Event]] = deque()
+        self._busy = False
+        self._numbers = 0
+        self._lapse_at = inf
+        self._copied: Mapping[Stream, int] = {}
+        self._copied_until = 0.0
         self.closing = False
-        self._locks: dict[str, list[Pending]] = {}
 
-    def load(self) -> None:
-        for record in self.front.keeper.load_all():
-            self.stored[record.client_id] = record
-            for subscription in record.subscriptions:
-                self.front.delivery.machine.away.add(subscription.filter, record.client_id)
+    def held(self) -> set[str]:
+        return set(self.live)
+
+    # -- the lease -----------------------------------------------------------------------------------------
+
+    @property
+    def frozen(self) -> bool:
+        return self.world.now >= self.node.trusted_until
+
+    def granted(self, lease: int, asked_at: float) -> None:
+        self.world.tell("node", f"has the lease {lease}")
+        self.node.granted(lease, asked_at)
+        self._tick_all()
+
+    def renewed(self, asked_at: float) -> None:
+        lapsed = self.frozen
+        self.node.renewed(asked_at)
+        if lapsed:
+            self._tick_all()
+        else:
+            self._watch_lapse()
+
+    def lost(self) -> None:
+        self.world.tell("node", f"has lost its lease {self.node.lease}")
+        self.node.lost()
+        self._tick_all()
+
+    def _tick_all(self) -> None:
+        for client_id in list(self.live):
+            self._give(client_id, TICK)
+        self._watch_lapse()
+
+    def _watch_lapse(self) -> None:
+        if (wait := self.node.trusted_until - self.world.now) > 0:
+            self._lapse_at = at = self.world.now + wait + 0.001
+            self.world.after(at - self.world.now, lambda: self._lapsed(at), self.front.life)
+
+    def _lapsed(self, at: float) -> None:
+        if at == self._lapse_at:
+            self._tick_all()
+
+    # -- machines ------------------------------------------------------------------------------------------
+
+    def _give(self, client_id: str, event: life.Event) -> None:
+        """One event after the other: what an effect leads to is given when all effects are performed."""
+        self._events.append((client_id, event))
+        if self._busy:
+            return
+        self._busy = True
+        while self._events:
+            self._handle(*self._events.popleft())
+        self._busy = False
+
+    def _handle(self, client_id: str, event: life.Event) -> None:
+        live, now = self.live.get(client_id), self.world.now
+        if live is None:
+            if not isinstance(event, life.Connect):
+                return
+            machine = SessionLife(client_id, self.node, lambda leaving: self._content(client_id, leaving))
+            live = self.live[client_id] = Live(machine)
+        for effect in live.machine.handle(event, now):
+            self._perform(client_id, live, effect)
+        if isinstance(event, life.Gone) and live.claim is not None and live.claim.token == event.token:
+            self._detach(live, live.claim)  # only now: what its machine saves is what it was until now
+        if self.live.get(client_id) is not live:
+            return
+        deadline = live.machine.deadline
+        if event is TICK and deadline <= now:
+            self.front.truth.fail("no machine spins", f"{client_id} is {live.machine.state.name}, due at {deadline}")
+        if deadline < live.armed:
+            live.armed = deadline
+            self.world.after(max(0.0, deadline - now), lambda: self._tick(client_id, live, deadline), self.front.life)
+
+    def _tick(self, client_id: str, live: Live, armed: float) -> None:
+        if live.armed == armed and self.live.get(client_id) is live:
+            live.armed = inf
+            self._give(client_id, TICK)
+
+    def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
+        match effect:
+            case life.WriteRow(write):
+                self.world.tell(client_id, f"[{live.machine.state.name}] {show(write)}")
+                row = write.row
+                if write.take and row.born == row.connect:
+                    live.saved.clear()  # another session: what was saved of the one before is over
+                saved = live.saved.get(Content(row.subscriptions, row.cursors, row.packets))
+                self.front.rows.write((write, saved), lambda answer: self._written(client_id, live, write, answer))
+            case life.ReadRow(number):
+                self.front.rows.read(client_id, number, lambda found: self._give(client_id, found))
+            case life.Welcome():
+                self._welcome(live, effect)
+            case life.Saved(number):
+                if (saving := live.saving.pop(number, None)) is not None:
+                    saving.settle()
+            case life.Refuse(token, reason):
+                if (claim := self._claims.pop(token, None)) is not None:
+                    claim.answer.fail(PeerError("the session cannot be had just now", reason))
+            case life.Close(token, reason):
+                if reason is not None and (claim := self._claims.get(token)) is not None:
+                    self._end_claim(claim, reason)
+            case life.Freeze(token):
+                if (claim := self._claims.get(token)) is not None:
+                    self.world.tell(client_id, "is frozen")
+                    claim.connection.freeze(True)
+            case life.Resume(token):
+                if (claim := self._claims.get(token)) is not None:
+                    self.world.tell(client_id, "goes on")
+                    claim.connection.freeze(False)
+            case Send(_, message):
+                # To the node of that name, which is this one: earlier processes of it are gone.
+                self.world.after(self.world.rng.random() * 0.02, lambda: self.deliver(message), self.front.life)
+            case life.Forget():
+                if self.live.get(client_id) is live and live.machine.state is State.NONE:
+                    del self.live[client_id]
+
+    def _written(self, client_id: str, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
+        if isinstance(answer, life.Written) and answer.verdict.accepted and write.subscribed:
+            self.front.delivery.filters_changed(dict.fromkeys(write.subscribed, 1), whole=False)
+        if self.world.trace is not None:
+            self.world.tell(client_id, f"hears {show(answer)}")
+        if self.live.get(client_id) is not live:
+            self.front.truth.fail("nothing is forgotten", f"the machine of {client_id} is gone before its write is")
+        self._give(client_id, answer)
+
+    def deliver(self, message: life.Release | life.Released) -> None:
+        if message.client_id in self.live:
+            self._give(message.client_id, message)
+        elif isinstance(message, life.Release):
+            for send in answer_unheld(message, self.node):
+                self.deliver(send.message)
+
+    def _content(self, client_id: str, leaving: bool) -> Content:
+        live = self.live[client_id]
+        session, row, truth = live.session, live.machine.row, self.front.truth
+        if session is None or live.claim is None:
+            return Content() if row is None else Content(row.subscriptions, row.cursors, row.packets)
+        content = content_of(session, self.front.delivery.heads, live.claim.token if leaving else "")
+        truth.check_content(session, content)
+        live.saved[content] = truth.saving(client_id, leaving)
+        return content
 
     # -- a client comes ------------------------------------------------------------------------------------
 
     def join(self, connection: SimConnection, packet: p.Connect) -> Work:
-        """One CONNECT of a client after the other."""
-        waiting = self._locks.get(packet.client_id)
-        if waiting is None:
-            self._locks[packet.client_id] = []
-        else:
-            turn = self.world.pending()
-            waiting.append(turn)
-            yield turn
+        """Returns once its client may be heard: welcome, and sent again what was in flight."""
+        client_id, truth = packet.client_id, self.front.truth
+        claim = Claim(f"{client_id}#{truth.number()}", client_id, connection, packet, self.world.pending())
+        self._claims[claim.token] = claim
+        connection.claim = claim.token
+        connect = life.Connect(claim.token, packet.clean_start, effective_expiry(packet), _stored(packet))
+        truth.lives.arrived(client_id, connect)
+        self._give(client_id, connect)
+        yield claim.answer
+        session, outlet = connection.session, connection.outlet
+        if session is None or outlet is None:
+            return
+        self.front.lending.returned(connection, session)
         try:
-            if not connection.closed and not connection.socket.closing:
-                yield from self._join(connection, packet)
-        finally:
-            waiting = self._locks[packet.client_id]
-            if waiting:
-                waiting.pop(0).settle()
-            else:
-                del self._locks[packet.client_id]
-
-    def _join(self, connection: SimConnection, packet: p.Connect) -> Work:
-        delivery, client_id, truth = self.front.delivery, packet.client_id, self.front.truth
-        session, present = yield from self._session_for(packet)
-        was_durable = session.durable
-        session.epoch += 1
-        session.expiry_seconds = effective_expiry(packet)
-        if session.durable:
-            yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
-        elif was_durable and present:
-            yield from self._forget_stored(session)
-        again = yield from self._under_way(session)
-        if connection.closed or connection.socket.closing:
-            session.detach(delivery.machine.heads)
+            yield from self._send_again(connection, session)
+        except StoreDown:
+            connection.close(Reason.SERVER_BUSY)
+        if connection.session is not session or connection.outlet is None:
             return
-        session.attach(delivery.machine.heads, self.world.now)
-        self.connections[client_id] = connection
-        truth.attached(client_id, present)
-        self._welcome(connection, packet, session, present)
-        outlet = connection.outlet
-        if not connection.machine.open or outlet is None:
-            return
-        data = again(connection.version, outlet.packet_max)
-        truth.wrote(outlet, data, again=True)
-        connection.handle(Say(data))
-        delivery.attach(outlet, connection)
+        decision = session.attach(self.front.delivery.heads, self.world.now)
+        if decision.gaps:
+            self._give(client_id, life.Moved())
+        self.front.delivery.attach(outlet, connection)
         for filter_text, subscription in session.subscriptions.shared.items():
             self.front.lending.join(connection, session, filter_text, subscription)
 
-    def _welcome(self, connection: SimConnection, packet: p.Connect, session: Session, present: bool) -> None:
-        properties = packet.properties
+    def _welcome(self, live: Live, welcome: life.Welcome) -> None:
+        claim = self._claims.get(welcome.token)
+        if claim is None or claim.connection.closed or claim.connection.socket.closing:
+            self._events.append((live.machine.client_id, life.Gone(welcome.token)))
+            return
+        row, truth = welcome.row, self.front.truth
+        session = self._restore(row, welcome.previous)
+        self._take_inbound(live, session, welcome)
+        live.session, live.claim = session, claim
+        self.connections[claim.client_id] = claim.connection
+        truth.lives.welcomed(welcome)
+        truth.welcomed(session, welcome.session_present, self.front.disk.table.saved.get(claim.client_id))
+        self._say_welcome(claim, session, welcome.session_present)
+        claim.answer.settle(welcome.session_present)
+
+    def _say_welcome(self, claim: Claim, session: Session, present: bool) -> None:
+        packet, properties = claim.packet, claim.packet.properties
         answer: p.Properties = {}
         if packet.version == p.V5:
             answer["receive_maximum"] = self.front.connection_settings.receive_maximum
         packet_max = properties.get("maximum_packet_size", NO_LIMIT)
         window = min(properties.get("receive_maximum", 65_535), self.front.inflight_max)
-        connection.welcome(
+        claim.connection.welcome(
             Welcome(
                 version=packet.version,
                 connack=codec.encode_connack(p.Connack(0, present, answer), packet.version),
@@ -108,141 +288,158 @@ class SimSessions:
             Outlet(session, packet.version, window, packet_max),
         )
 
-    def _session_for(self, packet: p.Connect) -> Work:
-        client_id = packet.client_id
-        old = self.connections.get(client_id)
-        if old is not None:
-            ended = old.session
-            old.close(Reason.SESSION_TAKEN_OVER)
-            if ended is not None and not ended.durable:
-                yield from self._discard(client_id, only=ended)
-        if packet.clean_start:
-            yield from self._discard(client_id)
-        session = self.known.get(client_id)
-        if session is None and client_id in self.stored:
-            record = self.stored[client_id]
-            heads = dict(self.front.delivery.machine.heads.every())
-            session = yield self.front.keeper.call(lambda: self.front.keeper.restore(record, heads))
-            self.stored.pop(client_id, None)
-            self.known[client_id] = session
-            self.front.truth.restored(session)
-        if session is not None:
-            return session, True
-        session = self.known[client_id] = Session(client_id, 0, epoch=0)
-        return session, False
+    def _take_inbound(self, live: Live, session: Session, welcome: life.Welcome) -> None:
+        client_id, born = session.client_id, welcome.row.born
+        stored = self.front.rows.received.pop(client_id, set())
+        if not session.durable:
+            return
+        inbound = live.inbound
+        if inbound is None or inbound.born != born:
+            inbound = Inbound(stored if welcome.session_present else (), born)
+        inbound.on_released = lambda packet_id: self.front.rows.release((client_id, born, packet_id))
+        session.inbound = inbound
 
-    def _under_way(self, session: Session) -> Work:
-        """What was sent and not acknowledged, as packets, in the order it was sent."""
-        found: list[tuple[int, Delivery, Rows | None, int]] = []
-        log = self.front.disk.log
-        for packet_id, delivery in session.in_flight():
-            rows, at = None, 0
-            if isinstance(delivery.origin, RetainedOrigin):
-                rows, at = delivery.origin.rows, delivery.offset
-            elif isinstance(delivery.origin, StreamOrigin):
-                yield self.world.rng.random() * 0.002
-                stream = delivery.origin.stream
-                if stream in log.streams:
-                    rows = rows_at(stream, [delivery.offset], log.streams[stream])
-                else:
-                    session.window.drop(packet_id)
-                    self.front.truth.dropped(session.client_id, packet_id)
+    def _restore(self, row: SessionRow, previous: str) -> Session:
+        session = restore(row, previous, self._sent_before() if previous else {})
+        session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
+        return session
+
+    def _sent_before(self) -> Mapping[Stream, int]:
+        if self.world.now >= self._copied_until:
+            self._copied = self.front.delivery.heads.every().copy()
+            self._copied_until = self.world.now + COPY_SECONDS
+        return self._copied
+
+    def _send_again(self, connection: SimConnection, session: Session) -> Work:
+        """What was sent and not acknowledged goes out again, in the order it was sent, before anything new."""
+        flights, truth = session.in_flight(), self.front.truth
+        for at in range(0, len(flights), AGAIN_AT_ONCE):
+            some = flights[at : at + AGAIN_AT_ONCE]
+            found = yield from self._fetch(some)
+            outlet = connection.outlet
+            if connection.session is not session or outlet is None:
+                return
+            out = []
+            for packet_id, delivery in some:
+                if packet_id not in found and delivery.qos != RELEASED:
+                    session.window.drop(packet_id)  # nobody has it any more
+                    truth.dropped(session.client_id, packet_id)
                     continue
-            if rows is not None or delivery.qos == RELEASED:
-                found.append((packet_id, delivery, rows, at))
+                rows, row = found.get(packet_id, (None, 0))
+                packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, self.world.now)
+                if len(packet) <= outlet.packet_max:
+                    out.append(packet)
+            truth.wrote(outlet, b"".join(out), again=True)
+            connection.handle(Say(b"".join(out)))
 
-        def packets(version: int, packet_max: int) -> bytes:
-            now = self.world.now
-            out = [session.outgoing.again(i, delivery, rows, at, version, now) for i, delivery, rows, at in found]
-            return b"".join(packet for packet in out if len(packet) <= packet_max)
-
-        result: Callable[[int, int], bytes] = packets
-        return result
+    def _fetch(self, flights: list[tuple[int, Delivery]]) -> Work:
+        """By packet id: the rows a delivery is in, and where."""
+        disk = self.front.disk
+        found: dict[int, tuple[Rows, int]] = {}
+        for packet_id, delivery in flights:
+            origin = delivery.origin
+            if isinstance(origin, RetainedOrigin):
+                found[packet_id] = (origin.rows, delivery.offset)
+            elif isinstance(origin, StreamOrigin) and delivery.qos != RELEASED:
+                yield self.world.rng.random() * disk.seconds
+                if disk.fails(disk.fetch_fails / 10):
+                    raise StoreDown("what was in flight cannot be read")
+                if origin.stream in disk.log.streams:
+                    found[packet_id] = (rows_at(origin.stream, [delivery.offset], disk.log.streams[origin.stream]), 0)
+        return found
 
     # -- a client goes -------------------------------------------------------------------------------------
 
-    def leave(self, connection: SimConnection, expiry: int | None) -> None:
-        session, outlet = connection.session, connection.outlet
+    def leave(self, connection: SimConnection, goodbye: bool, expiry: int | None) -> None:
+        """The connection is over; its machine decides what that means for the session."""
+        claim = self._claims.pop(connection.claim, None)
+        if claim is None:
+            return
+        self.front.truth.lives.over(claim.token, goodbye=goodbye, expiry_secs=expiry)
+        self._give(claim.client_id, life.Gone(claim.token, goodbye, expiry))
+
+    def _detach(self, live: Live, claim: Claim) -> None:
+        """Nobody is connected to it here any more."""
+        session, connection = live.session, claim.connection
+        live.session = live.claim = None
         if session is None:
             return
-        if expiry is not None:
-            session.expiry_seconds = expiry
+        session.positions.on_moved = _nothing
+        live.inbound = session.inbound
+        live.saving.clear()
+        if self.connections.get(claim.client_id) is connection:
+            del self.connections[claim.client_id]
         self.front.lending.leave(connection)
-        connection.session = connection.outlet = None
-        client_id = session.client_id
-        if self.connections.get(client_id) is connection:
-            del self.connections[client_id]
-        delivery = self.front.delivery
+        outlet, connection.session, connection.outlet = connection.outlet, None, None
         if outlet is not None:
-            delivery.detach(outlet, away=session.durable)
-        session.detach(delivery.machine.heads)
-        self.front.truth.detached(client_id)
-        if self.closing:
-            return
-        if not session.durable:
-            self.front.spawn(self._discard(client_id, only=session))
-            return
-        self.front.spawn(self._save_away(session, session.epoch))
+            self.front.delivery.detach(outlet)
+        self.front.truth.detached(claim.client_id)
 
-    def _save_away(self, session: Session, epoch: int) -> Work:
-        if self.known.get(session.client_id) is not session:
-            return
-        heads = self.front.delivery.heads
-        yield from self.front.keeper.flush([session], heads)
-        if session.epoch == epoch and self.known.get(session.client_id) is session:
-            try:
-                yield self.front.keeper.save(record_of(session, connected=False, now=self.world.now))
-            except StoreDown:
-                self.world.tell(session.client_id, "could not be saved")
+    def _end_claim(self, claim: Claim, reason: int) -> None:
+        """By our own decision: its machine knows."""
+        self._claims.pop(claim.token, None)
+        self.front.truth.lives.over(claim.token, by_node=reason != Reason.SESSION_TAKEN_OVER)
+        live = self.live.get(claim.client_id)
+        if live is not None and live.claim is claim:
+            self._detach(live, claim)
+        claim.answer.fail(PeerError("the session cannot be had just now", reason))
+        claim.connection.close(reason)
 
-    def _discard(self, client_id: str, only: Session | None = None) -> Work:
-        session = self.known.get(client_id)
-        if only is not None and session is not only:
-            return
-        record = self.stored.pop(client_id, None)
-        if session is not None:
-            del self.known[client_id]
-        filters = [s.filter for s in record.subscriptions] if record else []
-        filters += session.subscriptions.filters if session else []
-        for filter_text in filters:
-            self.front.delivery.machine.away.remove(filter_text, client_id)
-        self.front.truth.discarded(client_id)
-        if record is not None or (session is not None and (session.durable or session.epoch > 1)):
-            try:
-                yield from self.front.keeper.delete_cursors(client_id, filters, self.front.delivery.heads)
-                yield self.front.keeper.remove(client_id)
-            except StoreDown:
-                if only is None:
-                    raise
-                return
-        self.front.truth.discarded_for_good(client_id)
+    # -- what it is subscribed to --------------------------------------------------------------------------
 
-    def _forget_stored(self, session: Session) -> Work:
-        keeper = self.front.keeper
-        yield from keeper.delete_cursors(session.client_id, session.subscriptions.filters, self.front.delivery.heads)
-        yield keeper.remove(session.client_id)
+    def save(self, session: Session) -> Pending:
+        """Its subscriptions as they are now are durable; never settled if the connection ends before."""
+        live = self.live.get(session.client_id)
+        if live is None or live.session is not session:
+            raise PeerError("the session is served elsewhere", Reason.SESSION_TAKEN_OVER)
+        self._numbers += 1
+        saving = live.saving[self._numbers] = self.world.pending()
+        self._give(session.client_id, life.Subscribed(self._numbers))
+        return saving
 
-    # -- saving --------------------------------------------------------------------------------------------
+    # -- the node stops ------------------------------------------------------------------------------------
 
-    def flush_for_ever(self, seconds: float) -> Work:
-        while True:
-            yield seconds
-            dirty = [s for s in self.known.values() if s.positions.dirty]
-            if dirty:
-                yield from self.front.keeper.flush(dirty, self.front.delivery.heads)
+    def stop(self) -> None:
+        self.closing = True
+        for client_id in list(self.live):
+            self._give(client_id, life.Stop(Reason.SERVER_SHUTTING_DOWN))
 
-    def save_all(self) -> Work:
-        """At a clean stop: cursors, and what is in flight."""
-        heads = self.front.delivery.heads
-        sessions = [s for s in self.known.values() if s.durable]
-        for session in sessions:
-            session.save_all(self.front.delivery.machine.heads)
-        yield from self.front.keeper.flush(sessions, heads)
-        for session in sessions:
-            yield self.front.keeper.save(record_of(session, connected=False, now=self.world.now, clean_stop=True))
+    def stopped(self, seconds: float) -> Work:
+        """Every session has been let go, or there is no more time."""
+        until = self.world.now + seconds
+        while self.live and self.world.now < until:
+            yield 0.01
+
+
+def _nothing() -> None: ...
+
+
+def _stored(packet: p.Connect) -> StoredWill | None:
+    will = packet.will
+    if will is None:
+        return None
+    delay = min(will.delay, effective_expiry(packet))
+    return StoredWill(will.topic, will.payload, will.qos, will.retain, will.properties or b"", delay)
 
 
 def effective_expiry(packet: p.Connect) -> int:
     if packet.version == p.V5:
         return packet.properties.get("session_expiry", 0)
     return 0 if packet.clean_start else NEVER
+
+
+def show(what: RowWrite | life.Written | life.Failed) -> str:
+    """As people read it."""
+    if isinstance(what, life.Failed):
+        return f"that its write failed{', perhaps' if what.in_doubt else ''}"
+    if isinstance(what, life.Written):
+        return f"{'yes' if what.verdict.accepted else 'no'}: {show_row(what.verdict.row)}"
+    said = " with its will" if what.publish is not None else ""
+    return f"{'takes' if what.take else 'writes'} {what.expected} -> {show_row(what.row)}{said}"
+
+
+def show_row(row: SessionRow | None) -> str:
+    if row is None:
+        return "no row"
+    state = "dead" if row.dead else f"lease {row.lease}" if row.lease is not None else "away"
+    return f"({row.epoch},{row.seq}) {state} {row.connect} born {row.born}"

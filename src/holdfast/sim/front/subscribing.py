@@ -9,7 +9,6 @@ from holdfast.groups.shares import is_shared
 from holdfast.model import At, Beginning, Next, Start, parse_start
 from holdfast.mqtt import codec
 from holdfast.mqtt import packets as p
-from holdfast.sessions.records import record_of
 from holdfast.sessions.session import Session
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sim.front.world import Work
@@ -26,20 +25,10 @@ class SimSubscribing:
         self.front, self.world = front, front.world
 
     def subscribe(self, connection: SimConnection, packet: p.Subscribe) -> Work:
-        session = connection.session
+        session, truth = connection.session, self.front.truth
         if session is None:
             return b"", _nothing
-        moved: list[str] = []
-        try:
-            answer = yield from self._subscribe(connection, session, packet, moved)
-        finally:
-            session.subscriptions.moved(moved)
-            if moved:
-                session.positions.dirty.update(self.front.delivery.heads)
-        return answer
-
-    def _subscribe(self, connection: SimConnection, session: Session, packet: p.Subscribe, moved: list[str]) -> Work:
-        truth, asked_at = self.front.truth, self.front.truth.number()
+        asked_at = truth.number()
         start = _start_of(packet)
         yield from self._published_before()
         changed, retained = False, []
@@ -49,16 +38,15 @@ class SimSubscribing:
             changed = True
             if is_shared(request.filter):
                 yield from self._add_share(connection, session, packet, request)
-            else:
-                if start is not None:
-                    moved.append(request.filter)
-                if (yield from self._add_subscription(connection, session, packet, request, start, asked_at)):
-                    retained.append(request.filter)
+            elif (yield from self._add_subscription(connection, session, packet, request, start, asked_at)):
+                retained.append(request.filter)
+        if connection.session is not session:
+            return b"", _nothing
         if changed and session.durable:
-            yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
-            if moved:
-                yield from self.front.keeper.delete_cursors(session.client_id, moved, self.front.delivery.heads)
-        for request in packet.filters if connection.session is session else ():
+            yield self.front.sessions.save(session)
+            if connection.session is not session:
+                return b"", _nothing
+        for request in packet.filters:
             truth.subscribed(session.client_id, request.filter)
         reasons = tuple(request.qos for request in packet.filters)
         answer = codec.encode_suback(p.Suback(packet.packet_id, reasons), connection.version)
@@ -82,8 +70,8 @@ class SimSubscribing:
     ) -> Work:
         yield self.world.rng.random() * self.front.disk.seconds
         subscription = Subscription(request.filter, request.qos, identifier=packet.subscription_identifier, born="born")
-        session.subscriptions.shared[request.filter] = subscription
         if connection.session is session:
+            session.subscriptions.share(subscription)
             self.front.lending.join(connection, session, request.filter, subscription)
 
     def _add_subscription(
@@ -102,7 +90,6 @@ class SimSubscribing:
             request.retain_as_published,
             request.retain_handling,
             packet.subscription_identifier,
-            moving=start is not None and session.durable,
         )
         truth, client_id = self.front.truth, session.client_id
         known, heads = request.filter in session.subscriptions, self.front.delivery.machine.heads
@@ -134,7 +121,7 @@ class SimSubscribing:
         for filter_text in packet.filters:
             found: Subscription | None
             if is_shared(filter_text):
-                found = session.subscriptions.shared.pop(filter_text, None)
+                found = session.subscriptions.unshare(filter_text)
                 if found is not None:
                     self.front.lending.unsubscribe(connection, filter_text)
             else:
@@ -146,9 +133,7 @@ class SimSubscribing:
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
         if gone and session.durable:
-            yield self.front.keeper.save(record_of(session, connected=True, now=self.world.now))
-            yield from self.front.keeper.delete_cursors(session.client_id, gone, self.front.delivery.heads)
-        self.front.truth.unsuback(session.client_id, packet.filters)
+            yield self.front.sessions.save(session)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
 
 

@@ -41,12 +41,14 @@ class FrontWorkload:
         slices = rng.choice([1, 1, 2])
         counts = rng.random() < 0.3
         self.groups = Groups(disk.log, lambda: (slices, policy_of(counts)))
-        self.settings = FrontSettings()
-        self.settings.flush_seconds = rng.choice([0.1, 0.5, 2.0])
+        self.settings = FrontSettings(
+            flush_secs=rng.choice([0.1, 0.5, 2.0]),
+            freeze_secs=rng.choice([0.5, 5.0]),
+            grace_secs=rng.choice([0.3, 1.5]),
+        )
         self.settings.inflight_max = rng.choice([3, 20])
         self.front: SimFront | None = SimFront(world, disk, self.truth, self.groups, self.settings)
         self.clients = [Client(self, self._draw_profile(n)) for n in range(rng.randint(2, 5))]
-        self.truth.on_crash = self._node_crashed
         self.publish_seconds = rng.choice([0.03, 0.06, 0.2])
         self.sizes = rng.choice([[30], [30, 30, 200, 1000], [30, 300, 2500]])
         self.retains = rng.choice([0.0, 0.1, 0.4])
@@ -60,6 +62,8 @@ class FrontWorkload:
         disk.commit_fails = rng.choice([0.0, 0.0, 0.02, 0.1])
         disk.commit_lies = rng.choice([0.0, 0.0, 0.0, 0.03])
         disk.fetch_fails = rng.choice([0.0, 0.0, 0.1, 0.3])
+        disk.row_fails, disk.row_lost = rng.choice([(0.0, 0.0), (0.0, 0.0), (0.05, 0.02)])
+        disk.row_late, disk.row_unanswered = rng.choice([(0.0, 0.0), (0.0, 0.0), (0.03, 0.05)])
 
     def _draw_profile(self, number: int) -> Profile:
         rng = self.world.rng
@@ -280,18 +284,12 @@ class FrontWorkload:
         gone = self.disk.log.drop_oldest()
         self.world.tell("log", f"drops {[str(stream) for stream in gone]}")
         front.hint()
-        for stream in gone:
-            front.keeper.forget_stream(stream)
 
     def _do_crash(self, _: Client) -> None:
         if self.front is None:
             return
         self.front.crash()
         self._restart()
-
-    def _node_crashed(self) -> None:
-        for client in self.clients:
-            client.node_forgets()
 
     def _do_stop(self, _: Client) -> None:
         front = self.front
