@@ -28,7 +28,14 @@ SEEDS_MAX = 1500
 NOTICED_BY: dict[str, int] = {}
 """Where it was last found, to be tried first; wrong once the workload changes, which only costs time."""
 
-WEATHER: dict[str, LifeFaults] = {}
+LEASES_END = LifeFaults(outage=0.15, pause=0.05, store_unanswered=0.3, store_slow=0.3)
+"""While clients are connected, and the store is often in doubt when they resume."""
+
+WEATHER: dict[str, LifeFaults] = {
+    "released_is_said_while_a_resume_is_in_doubt": LEASES_END,
+    "a_take_in_doubt_that_is_refused_is_tried_again": LEASES_END,
+    "a_disconnect_during_a_resume_loses_its_expiry": LEASES_END,
+}
 """Weather in which it shows soonest, where what is drawn seldom has it."""
 
 Patch = pytest.MonkeyPatch
@@ -127,8 +134,8 @@ def a_store_time_handled_after_a_pause_is_believed(patch: Patch) -> None:
 
 @mutation
 def no_lease_just_now_is_as_good_as_one(patch: Patch) -> None:
-    patch.setattr(SessionNode, "lost", lambda self: setattr(self, "lease", None))
-    patch.setattr(SessionLife, "_trusts", lambda self, now: now < self.node.trusted_until)
+    """Then the lease of a row that is away is the node's own."""
+    patch.setattr(SessionLife, "_trusts", lambda self, now: self.node.lease is None or now < self.node.trusted_until)
 
 
 @mutation
@@ -228,7 +235,7 @@ def a_live_owner_is_not_asked(patch: Patch) -> None:
 
 
 @mutation
-def an_owner_is_asked_once(patch: Patch) -> None:
+def an_owner_is_asked_and_looked_at_once(patch: Patch) -> None:
     def change(original: Any, self: Any, row: Any, now: float) -> None:
         original(self, row, now)
         self._ask_at = inf
@@ -318,16 +325,6 @@ def a_connect_never_gives_up(patch: Patch) -> None:
         "_on_gone",
         lambda original, self, gone, now: original(self, gone, now) if gone.goodbye or self.token else None,
     )
-
-
-@mutation
-def what_ends_an_old_connection_ends_the_new_one(patch: Patch) -> None:
-    def change(original: Any, self: Any, gone: Any, now: float) -> None:
-        if self._connection is not None and self._connection.welcome:
-            gone = life.Gone(self._connection.token, gone.goodbye, gone.expiry_secs)
-        original(self, gone, now)
-
-    wrap(patch, SessionLife, "_on_gone", change)
 
 
 # -- rows --------------------------------------------------------------------------------------------------
@@ -428,7 +425,7 @@ def the_sweep_never_looks_for_orphans(patch: Patch) -> None:
 @mutation
 def the_sweep_ends_sessions_early(patch: Patch) -> None:
     original = sweep.due_writes
-    patch.setattr(sim_node, "due_writes", lambda rows, now, filters_of: original(rows, now + 5, filters_of))
+    patch.setattr(sim_node, "due_writes", lambda rows, held, now, *rest: original(rows, held, now + 5, *rest))
     patch.setattr(sim_node.SimTable, "due", lambda self, now: [r for r in self.rows.values() if r.due is not None])
 
 
@@ -440,7 +437,6 @@ def the_sweep_writes_away_rows_that_are_held(patch: Patch) -> None:
 @mutation
 def nobody_looks_for_rows_that_nobody_holds(patch: Patch) -> None:
     patch.setattr(UnheldRows, "page", lambda self, *given: [])
-    patch.setattr(SessionLife, "_is_unsaved", property(lambda self: False))
 
 
 @mutation

@@ -60,6 +60,8 @@ class Truth:
         self.run: LifeWorkload
         self.attempts: dict[str, Attempt] = {}
         self.published: set[str] = set()
+        self.withdrawn: set[str] = set()
+        """Wills, by the token of their CONNECT."""
         self.ended: set[str] = set()
         """Sessions, by the token that began them, that were deleted."""
         self.newest: dict[str, int] = {}
@@ -213,8 +215,7 @@ class Truth:
     def subscription_saved(self, life: SessionLife, filter_text: str, start: int | None) -> None:
         """SUBACK is about to be sent: it must be in the store."""
         row = self.table.rows.get(life.client_id)
-        assert life.row is not None
-        if row is not None and row.born == life.row.born:
+        if row is not None and life.row is not None and row.born == life.row.born:
             stored = starts_of(row.subscriptions).get(filter_text)
             if stored != start and life.row.epoch == row.epoch:
                 self.fail("SUBACK is durable", f"{life.client_id} {filter_text} from {start}, stored is {stored}")
@@ -355,6 +356,8 @@ class Truth:
         self, node: SimNode, old: SessionRow, new: SessionRow, write: RowWrite, connects: bool, continues: bool
     ) -> None:
         will, publish = old.will, write.publish
+        if new.will is not None and new.will.payload.decode() in self.published | self.withdrawn:
+            self.fail("every will has one fate", f"{node} stores {new.will.payload!r}, which has had its own")
         if publish is not None and (will is None or publish != will):
             self.fail("a will once", f"{node} publishes {publish.payload!r}, which {show_row(old)} does not have")
         if will is None:
@@ -398,6 +401,7 @@ class Truth:
     def _check_withdrawn(
         self, node: SimNode, old: SessionRow, new: SessionRow, will: StoredWill, token: str, *, back: bool
     ) -> None:
+        self.withdrawn.add(token)
         last = self.attempts[token]
         if last.goodbye:
             return

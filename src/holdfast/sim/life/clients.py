@@ -34,7 +34,7 @@ class Link:
         self.welcome = self.frozen = False
         self.lost = False
         """The node has noticed that it is over, maybe before it read the CONNECT."""
-        self.eager = client.rng.random() < 0.5
+        self.eager = client.rng.random() < 0.8
         """A DISCONNECT that came just before the connection froze was read already."""
         self.inbox: deque[tuple[str, str | int]] = deque()
         self.born = ""
