@@ -23,18 +23,44 @@ from holdfast.sim.life import node as sim_node
 from holdfast.sim.life.faults import LifeFaults
 from holdfast.sim.life.runner import run_life_seed
 
-SEEDS_MAX = 1500
+SEEDS_MAX = 4000
 
-NOTICED_BY: dict[str, int] = {}
+NOTICED_BY: dict[str, int] = {
+    "a_nodes_sweep_overtakes_its_own_machines": 276,
+    "a_deletion_leaves_no_tombstone": 91,
+    "released_is_said_while_a_resume_is_in_doubt": 3560,
+    "a_take_in_doubt_that_is_refused_is_tried_again": 1758,
+    "a_store_time_handled_after_a_pause_is_believed": 6,
+    "a_disconnect_during_a_resume_loses_its_expiry": 960,
+    "a_failed_take_from_memory_forgets_the_memory": 8,
+    "a_lease_is_trusted_for_ever": 34,
+    "a_lease_is_trusted_longer_than_it_lasts": 48,
+    "the_clock_is_not_looked_at": 81,
+    "a_release_for_another_lease_is_answered": 98,
+    "released_is_said_before_it_is_durable": 189,
+    "an_owner_may_be_in_doubt_and_go_on": 85,
+    "the_own_earlier_take_is_not_recognised": 51,
+    "whoever_has_the_token_is_taken_for_us": 53,
+    "a_takeover_forgets_what_was_acknowledged_last": 8,
+    "a_resume_takes_what_is_in_memory_of_a_connection_that_was_never_welcome": 1306,
+    "subscriptions_asked_for_during_a_write_count_as_in_it": 19,
+    "a_clean_stop_saves_nothing": 88,
+    "a_node_that_stops_counts_as_a_loss": 88,
+    "the_sweep_never_looks_for_orphans": 35,
+    "nobody_looks_for_rows_that_nobody_holds": 566,
+}
 """Where it was last found, to be tried first; wrong once the workload changes, which only costs time."""
 
 LEASES_END = LifeFaults(outage=0.15, pause=0.05, store_unanswered=0.3, store_slow=0.3)
 """While clients are connected, and the store is often in doubt when they resume."""
+NOBODY_ANSWERS = LifeFaults(outage=0.1, pause=0.2, store_unanswered=0.5, store_slow=0.3)
+"""A node is often without a lease for longer than the grace, and still has something to save."""
 
 WEATHER: dict[str, LifeFaults] = {
     "released_is_said_while_a_resume_is_in_doubt": LEASES_END,
     "a_take_in_doubt_that_is_refused_is_tried_again": LEASES_END,
     "a_disconnect_during_a_resume_loses_its_expiry": LEASES_END,
+    "a_nodes_sweep_overtakes_its_own_machines": NOBODY_ANSWERS,
 }
 """Weather in which it shows soonest, where what is drawn seldom has it."""
 
@@ -432,6 +458,13 @@ def the_sweep_ends_sessions_early(patch: Patch) -> None:
 @mutation
 def the_sweep_writes_away_rows_that_are_held(patch: Patch) -> None:
     wrap(patch, UnheldRows, "page", lambda original, self, rows, held, *rest: original(self, rows, (), *rest))
+
+
+@mutation
+def a_nodes_sweep_overtakes_its_own_machines(patch: Patch) -> None:
+    """They know of a good-bye, or of acknowledgements, that are not stored yet."""
+    original = sweep.orphan_writes
+    patch.setattr(sim_node, "orphan_writes", lambda rows, held, *rest: original(rows, (), *rest))
 
 
 @mutation
