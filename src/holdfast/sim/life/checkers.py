@@ -390,7 +390,7 @@ class Truth:
             return  # that the session may end is checked
         if old.lease is None:
             due = old.will_due if old.will_due is not None else inf
-        elif sweeps and not self.table.lives(old.lease):
+        elif sweeps and not (last.over_at is not None and old.lease in node.leases):
             due = self._lease_end(old) + max(self.grace_secs, will.delay_secs)
         else:
             assert last.over_at is not None

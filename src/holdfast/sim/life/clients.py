@@ -96,7 +96,7 @@ class SimClient:
 
     # -- coming --------------------------------------------------------------------------------------------
 
-    def connect(self, *, clean: bool | None = None, expiry: int | None = None, node: str | None = None) -> None:
+    def connect(self, *, clean: bool | None = None, expiry: int | None = None) -> None:
         if self.never_back:
             return
         if self.link is not None:
@@ -105,16 +105,19 @@ class SimClient:
         if not names:
             self.come_later()
             return
-        self.tokens += 1
-        token = f"{self.name}.{self.tokens}"
         rng = self.rng
         delay = rng.choice(DELAYS) if rng.random() < 0.7 else None
-        will = None if delay is None else StoredWill("will", token.encode(), 1, False, b"", delay)
         chosen = rng.choice(EXPIRIES) if expiry is None else expiry
-        connect = Connect(token, rng.random() < 0.12 if clean is None else clean, chosen, will)
-        at = self.run.nodes[node or rng.choice(names)]
+        begins = rng.random() < 0.12 if clean is None else clean
+        self.connect_to(self.run.nodes[rng.choice(names)], begins, chosen, delay)
+
+    def connect_to(self, at: SimNode, clean: bool, expiry: int, delay: int | None) -> None:
+        self.tokens += 1
+        token = f"{self.name}.{self.tokens}"
+        will = None if delay is None else StoredWill("will", token.encode(), 1, False, b"", delay)
+        connect = Connect(token, clean, expiry, will)
         self.link = link = Link(self, at, connect)
-        self.world.tell(self.name, f"CONNECT {token} to {at} clean={connect.clean_start} expiry={chosen} will={delay}")
+        self.world.tell(self.name, f"CONNECT {token} to {at} clean={clean} expiry={expiry} will={delay}")
         at.after(LINK_SECONDS, lambda: at.connect(link, connect))
         self.world.after(CONNECT_SECONDS, lambda: self._give_up(link))
 

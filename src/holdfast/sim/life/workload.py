@@ -45,6 +45,7 @@ class LifeWorkload:
         self.published = Published()
         self.clear = self.faults.clear
         self.runs = 0
+        self.stirs = True
         self.names = ["A", "B", "C"][: rng.choice([1, 2, 2, 3])]
         self.clients = {name: SimClient(self, name) for name in [f"c{n}" for n in range(rng.randint(1, 4))]}
         self.pace = rng.choice([0.15, 0.4, 1.0, 3.0])
@@ -114,7 +115,7 @@ class LifeWorkload:
     def stir(self, client: str) -> None:
         """Its row is being taken again, or nobody knows whether it was: a good moment to disturb."""
         world = self.world
-        if not world.healing and world.rng.random() < 0.4:
+        if self.stirs and not world.healing and world.rng.random() < 0.4:
             what = world.rng.choice(["connect", "goodbye", "lose"])
             world.after(world.rng.random() ** 3, lambda: self._do(self.clients[client], what))
 
@@ -210,7 +211,11 @@ class LifeWorkload:
         node = self._someone()
         if node is not None and node.accepting:
             self.start(node.name, beside=True)
-            self.world.after(self.world.rng.choice([1.0, 6.0, 20.0]), node.crash)
+            self.world.after(self.world.rng.choice([1.0, 6.0, 20.0]), lambda: self._end_twin(node))
+
+    def _end_twin(self, node: SimNode) -> None:
+        if node.life.alive and self.nodes.get(node.name) is not node:
+            node.crash()
 
     def _do_jump(self) -> None:
         if not all(node.clock.known for node in self.processes if node.life.alive):
@@ -230,6 +235,8 @@ class LifeWorkload:
         world.tell("world", "HEALS")
         world.healing = True
         self.table.jump = 0.0
+        for node in self.processes:
+            self._end_twin(node)
         for name in self.names:
             self._start_again_soon(name)
         for client in self.clients.values():
