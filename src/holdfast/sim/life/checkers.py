@@ -388,13 +388,13 @@ class Truth:
                 self.fail("no will while connected", f"{node} publishes {token}, which is connected to {one}")
         if ends:
             return  # that the session may end is checked
-        if old.lease is None:
-            due = old.will_due if old.will_due is not None else inf
-        elif sweeps and not (last.over_at is not None and old.lease in node.leases):
-            due = self._lease_end(old) + max(self.grace_secs, will.delay_secs)
-        else:
-            assert last.over_at is not None
+        due = inf
+        if old.lease is None and old.will_due is not None:
+            due = old.will_due
+        if old.lease is not None and last.over_at is not None:
             due = last.over_at + max(will.delay_secs, self.grace_secs if last.by_node else 0)
+        if old.lease is not None and sweeps and not self.table.lives(old.lease):
+            due = min(due, self._lease_end(old) + max(self.grace_secs, will.delay_secs))
         if self.now < due - SLACK:
             self.fail("a will when it is due", f"{node} publishes {token} at {self.now}, due {due}")
 

@@ -147,6 +147,8 @@ class SimClient:
         if link.born != self.born:  # it may have begun with a CONNECT whose answer was never heard
             self.starts.clear()
             self.born = link.born
+            if self.run.stirs and not self.world.healing and self.rng.random() < 0.7:
+                self.world.after(self.rng.random() * 0.2, lambda: self.subscribe(self.rng.choice(FILTERS)))
         for filter_text in self.unsure:
             self.starts.pop(filter_text, None)  # whether that was done is not known
         self.unsure.clear()
