@@ -23,7 +23,7 @@ def away(**fields: object) -> SessionRow:
 
 def test_a_session_that_has_ended_is_deleted_and_its_will_goes_with_it() -> None:
     row = away(expiry_secs=10, left_at=100.0, due=110.0, will=will(60), will_due=160.0, subscriptions=b"a b")
-    (found,) = due_writes([row], 110.0, filters_of)
+    (found,) = due_writes([row], (), 110.0, filters_of)
     assert (found.expected, found.take, found.publish) == ((6, 2), True, will(60))
     assert found.row.dead
     assert (found.row.left_at, found.row.subscriptions, found.row.due) == (110.0, b"", None)
@@ -32,7 +32,7 @@ def test_a_session_that_has_ended_is_deleted_and_its_will_goes_with_it() -> None
 
 def test_a_will_that_is_due_is_published_and_the_session_stays() -> None:
     row = away(expiry_secs=100, left_at=100.0, due=110.0, will=will(10), will_due=110.0, subscriptions=b"a")
-    (found,) = due_writes([row], 110.0, filters_of)
+    (found,) = due_writes([row], (), 110.0, filters_of)
     assert found.publish == will(10)
     assert (found.row.will, found.row.will_due, found.row.due, found.row.dead) == (None, None, 200.0, False)
     assert found.row.subscriptions == b"a"
@@ -40,28 +40,35 @@ def test_a_will_that_is_due_is_published_and_the_session_stays() -> None:
 
 def test_a_row_that_is_not_due_by_this_clock_is_left() -> None:
     row = away(expiry_secs=10, left_at=100.0, due=110.0)
-    assert due_writes([row], 109.0, filters_of) == []
-    assert due_writes([away(owner="A", lease=1, due=1.0)], 109.0, filters_of) == []
+    assert due_writes([row], (), 109.0, filters_of) == []
+    assert due_writes([away(owner="A", lease=1, due=1.0)], (), 109.0, filters_of) == []
 
 
 def test_orphans_are_away_from_now_on() -> None:
     row = away(owner="A", lease=1, expiry_secs=60, will=will(10))
-    (found,) = orphan_writes([row], 200.0, 15.0, filters_of)
+    (found,) = orphan_writes([row], (), 200.0, 15.0, filters_of)
     assert (found.row.owner, found.row.lease, found.row.left_at, found.row.due) == (None, None, 200.0, 260.0)
     assert found.publish == will(10), "its delay has passed in the grace"
 
 
 def test_a_longer_delay_counts_from_the_end_of_the_lease() -> None:
     row = away(owner="A", lease=1, expiry_secs=NEVER, will=will(20))
-    (found,) = orphan_writes([row], 200.0, 15.0, filters_of)
+    (found,) = orphan_writes([row], (), 200.0, 15.0, filters_of)
     assert (found.publish, found.row.will_due, found.row.due) == (None, 205.0, 205.0)
 
 
 def test_an_orphan_that_ends_with_its_connection_is_dead() -> None:
     row = away(owner="A", lease=1, expiry_secs=0, will=will(20))
-    (found,) = orphan_writes([row], 200.0, 15.0, filters_of)
+    (found,) = orphan_writes([row], (), 200.0, 15.0, filters_of)
     assert found.row.dead
     assert found.publish == will(20)
+
+
+def test_what_a_machine_here_works_on_is_left_to_it() -> None:
+    """It may know more than the row: acknowledgements that are not saved yet, or a CONNECT that came in time."""
+    row = away(expiry_secs=10, left_at=100.0, due=110.0)
+    assert due_writes([row], {"c"}, 110.0, filters_of) == []
+    assert orphan_writes([away(owner="A", lease=1)], {"c"}, 200.0, 15.0, filters_of) == []
 
 
 def test_a_lease_is_over_after_the_grace() -> None:

@@ -440,17 +440,21 @@ class SessionLife:
                 self._on_released(epoch, now)
             case Stop(reason):
                 self._on_stop(reason, now)
+        self._give_up(now)
         self._go_on(now)
         out, self._out = self._out, []
         return out
 
     def _look_at_clock(self, now: float) -> None:
-        settings = self.node.settings
+        """Whatever the event says: past `trusted_until` nobody is served."""
         if self.state is State.HERE and not self._is_trusted(now):
             self._move(State.FROZEN)
-            self._frozen_until, self._flush_at = now + settings.freeze_secs, inf
+            self._frozen_until, self._flush_at = now + self.node.settings.freeze_secs, inf
             assert self._connection is not None
             self._out.append(Freeze(self._connection.token))
+
+    def _give_up(self, now: float) -> None:
+        """What has been waited for long enough; after the event, which may have been the last thing to wait for."""
         if self._waiting is not None and now >= self._waiting.give_up_at:
             self._refuse_waiting(Reason.SERVER_UNAVAILABLE, now)
         connection = self._connection

@@ -22,6 +22,9 @@ from holdfast.sessions.table import RowWrite, SessionRow
 
 SWEEP_ROWS = 500
 
+Held = Collection[str]
+"""Client ids that have a machine on this node, in whatever state: it knows more than the row, and goes first."""
+
 
 class SweepSettings(NamedTuple):
     """How patient the sweep is."""
@@ -34,18 +37,21 @@ class SweepSettings(NamedTuple):
     """How long a deletion is kept: longer than any transaction can be under way."""
 
 
-def due_writes(rows: Iterable[SessionRow], now: float, filters_of: FiltersOf) -> list[RowWrite]:
+def due_writes(rows: Iterable[SessionRow], held: Held, now: float, filters_of: FiltersOf) -> list[RowWrite]:
     """Sessions that have ended, and wills that are due. A row that is not due after all (clocks differ) is left."""
-    writes = []
-    for row in rows:
-        if row.lease is None and row.due is not None and row.due <= now:
-            writes.append(write(row, settled(row, now), take=True, filters_of=filters_of))
-    return writes
+    found = [row for row in rows if row.lease is None and row.due is not None and row.due <= now]
+    return [_take(row, settled(row, now), filters_of) for row in found if row.client_id not in held]
 
 
-def orphan_writes(rows: Iterable[SessionRow], now: float, waited_secs: float, filters_of: FiltersOf) -> list[RowWrite]:
+def orphan_writes(
+    rows: Iterable[SessionRow], held: Held, now: float, waited_secs: float, filters_of: FiltersOf
+) -> list[RowWrite]:
     """Rows of a node that has been dead for `waited_secs`: away from now on. Wills have waited as long."""
-    return [write(row, _left_behind(row, now, waited_secs), take=True, filters_of=filters_of) for row in rows]
+    return [_take(row, _left_behind(row, now, waited_secs), filters_of) for row in rows if row.client_id not in held]
+
+
+def _take(row: SessionRow, change: Change, filters_of: FiltersOf) -> RowWrite:
+    return write(row, change, take=True, filters_of=filters_of)
 
 
 def _left_behind(row: SessionRow, now: float, waited_secs: float) -> Change:
@@ -89,17 +95,15 @@ class UnheldRows:
         self._before: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def page(
-        self, rows: Iterable[SessionRow], held: Collection[str], now: float, filters_of: FiltersOf
-    ) -> list[RowWrite]:
-        """What to write of one page; `held`: client ids that have a machine, in whatever state."""
+    def page(self, rows: Iterable[SessionRow], held: Held, now: float, filters_of: FiltersOf) -> list[RowWrite]:
+        """What to write of one page."""
         found = []
         for row in rows:
             if row.client_id not in held:
                 self._seen[row.client_id] = row.epoch, row.seq
                 if self._before.get(row.client_id) == (row.epoch, row.seq):
                     found.append(row)
-        return orphan_writes(found, now, self._settings.unheld_secs, filters_of)
+        return orphan_writes(found, (), now, self._settings.unheld_secs, filters_of)
 
     def finish(self) -> None:
         """That was the last page of this look."""

@@ -60,6 +60,8 @@ class Truth:
         self.run: LifeWorkload
         self.attempts: dict[str, Attempt] = {}
         self.published: set[str] = set()
+        self.withdrawn: set[str] = set()
+        """Wills, by the token of their CONNECT."""
         self.ended: set[str] = set()
         """Sessions, by the token that began them, that were deleted."""
         self.newest: dict[str, int] = {}
@@ -213,8 +215,7 @@ class Truth:
     def subscription_saved(self, life: SessionLife, filter_text: str, start: int | None) -> None:
         """SUBACK is about to be sent: it must be in the store."""
         row = self.table.rows.get(life.client_id)
-        assert life.row is not None
-        if row is not None and row.born == life.row.born:
+        if row is not None and life.row is not None and row.born == life.row.born:
             stored = starts_of(row.subscriptions).get(filter_text)
             if stored != start and life.row.epoch == row.epoch:
                 self.fail("SUBACK is durable", f"{life.client_id} {filter_text} from {start}, stored is {stored}")
@@ -355,6 +356,8 @@ class Truth:
         self, node: SimNode, old: SessionRow, new: SessionRow, write: RowWrite, connects: bool, continues: bool
     ) -> None:
         will, publish = old.will, write.publish
+        if new.will is not None and new.will.payload.decode() in self.published | self.withdrawn:
+            self.fail("every will has one fate", f"{node} stores {new.will.payload!r}, which has had its own")
         if publish is not None and (will is None or publish != will):
             self.fail("a will once", f"{node} publishes {publish.payload!r}, which {show_row(old)} does not have")
         if will is None:
@@ -385,19 +388,20 @@ class Truth:
                 self.fail("no will while connected", f"{node} publishes {token}, which is connected to {one}")
         if ends:
             return  # that the session may end is checked
-        if old.lease is None:
-            due = old.will_due if old.will_due is not None else inf
-        elif sweeps and not self.table.lives(old.lease):
-            due = self._lease_end(old) + max(self.grace_secs, will.delay_secs)
-        else:
-            assert last.over_at is not None
+        due = inf
+        if old.lease is None and old.will_due is not None:
+            due = old.will_due
+        if old.lease is not None and last.over_at is not None:
             due = last.over_at + max(will.delay_secs, self.grace_secs if last.by_node else 0)
+        if old.lease is not None and sweeps and not self.table.lives(old.lease):
+            due = min(due, self._lease_end(old) + max(self.grace_secs, will.delay_secs))
         if self.now < due - SLACK:
             self.fail("a will when it is due", f"{node} publishes {token} at {self.now}, due {due}")
 
     def _check_withdrawn(
         self, node: SimNode, old: SessionRow, new: SessionRow, will: StoredWill, token: str, *, back: bool
     ) -> None:
+        self.withdrawn.add(token)
         last = self.attempts[token]
         if last.goodbye:
             return

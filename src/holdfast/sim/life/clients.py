@@ -34,7 +34,7 @@ class Link:
         self.welcome = self.frozen = False
         self.lost = False
         """The node has noticed that it is over, maybe before it read the CONNECT."""
-        self.eager = client.rng.random() < 0.5
+        self.eager = client.rng.random() < 0.8
         """A DISCONNECT that came just before the connection froze was read already."""
         self.inbox: deque[tuple[str, str | int]] = deque()
         self.born = ""
@@ -96,7 +96,7 @@ class SimClient:
 
     # -- coming --------------------------------------------------------------------------------------------
 
-    def connect(self, *, clean: bool | None = None, expiry: int | None = None, node: str | None = None) -> None:
+    def connect(self, *, clean: bool | None = None, expiry: int | None = None) -> None:
         if self.never_back:
             return
         if self.link is not None:
@@ -105,16 +105,19 @@ class SimClient:
         if not names:
             self.come_later()
             return
-        self.tokens += 1
-        token = f"{self.name}.{self.tokens}"
         rng = self.rng
         delay = rng.choice(DELAYS) if rng.random() < 0.7 else None
-        will = None if delay is None else StoredWill("will", token.encode(), 1, False, b"", delay)
         chosen = rng.choice(EXPIRIES) if expiry is None else expiry
-        connect = Connect(token, rng.random() < 0.12 if clean is None else clean, chosen, will)
-        at = self.run.nodes[node or rng.choice(names)]
+        begins = rng.random() < 0.12 if clean is None else clean
+        self.connect_to(self.run.nodes[rng.choice(names)], begins, chosen, delay)
+
+    def connect_to(self, at: SimNode, clean: bool, expiry: int, delay: int | None) -> None:
+        self.tokens += 1
+        token = f"{self.name}.{self.tokens}"
+        will = None if delay is None else StoredWill("will", token.encode(), 1, False, b"", delay)
+        connect = Connect(token, clean, expiry, will)
         self.link = link = Link(self, at, connect)
-        self.world.tell(self.name, f"CONNECT {token} to {at} clean={connect.clean_start} expiry={chosen} will={delay}")
+        self.world.tell(self.name, f"CONNECT {token} to {at} clean={clean} expiry={expiry} will={delay}")
         at.after(LINK_SECONDS, lambda: at.connect(link, connect))
         self.world.after(CONNECT_SECONDS, lambda: self._give_up(link))
 
@@ -144,6 +147,8 @@ class SimClient:
         if link.born != self.born:  # it may have begun with a CONNECT whose answer was never heard
             self.starts.clear()
             self.born = link.born
+            if self.run.stirs and not self.world.healing and self.rng.random() < 0.7:
+                self.world.after(self.rng.random() * 0.2, lambda: self.subscribe(self.rng.choice(FILTERS)))
         for filter_text in self.unsure:
             self.starts.pop(filter_text, None)  # whether that was done is not known
         self.unsure.clear()

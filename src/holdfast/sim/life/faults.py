@@ -84,7 +84,8 @@ def draw(rng: Random) -> LifeFaults:
         return LifeFaults(
             outage=rng.choice([0.0, 0.06, 0.1]),
             pause=rng.choice([0.06, 0.1]),
-            partition=rng.choice([0.0, 0.1]),
+            partition=rng.choice([0.05, 0.15]),
+            store_slow=rng.choice([0.0, 0.2]),
             store_late=rng.choice([0.0, 0.1]),
             store_unanswered=rng.choice([0.0, 0.1]),
             twin=rng.choice([0.0, 0.05]),

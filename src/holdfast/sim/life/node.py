@@ -236,6 +236,8 @@ class SimNode:
                 self._batch()
             case WriteRow(write):
                 self._writes.append((hosted, write))
+                if write.take and hosted.life.token is not None:
+                    self.truth.run.stir(client)
                 self._batch()
             case Send(to, message):
                 if isinstance(message, Released):
@@ -312,6 +314,8 @@ class SimNode:
     def _failed(self, asked: list[tuple[Hosted, RowWrite]], in_doubt: bool) -> None:
         for hosted, write in asked:
             self._answer(hosted, write.row.client_id, Failed(in_doubt))
+            if in_doubt and write.take:
+                self.truth.run.stir(write.row.client_id)
 
     def _answer(self, hosted: Hosted, client: str, event: Event) -> None:
         """To the machine that asked, not to the next one of that client."""
@@ -409,9 +413,9 @@ class SimNode:
         if self.lost_power:
             return
         time = self.clock.time(self.now)
-        writes = due_writes(due, time, filters_of)
+        writes = due_writes(due, self.hosted, time, filters_of)
         for lease in self._ended.over(orphans, (), self.now):
-            writes += orphan_writes(orphans[lease], time, self.sweep_settings.grace_secs, filters_of)
+            writes += orphan_writes(orphans[lease], self.hosted, time, self.sweep_settings.grace_secs, filters_of)
         if looks:
             writes += self._unheld.page(own, self.hosted, time, filters_of)
             self._unheld.finish()
@@ -486,8 +490,10 @@ class SimNode:
             return
         if not hosted.life.serves(self.now):
             self.handle(client, TICK)
-            if not (link.welcome and link.inbox and link.inbox[0][0] == "goodbye" and link.frozen and link.eager):
+            if not (link.frozen and link.eager and link.inbox and link.inbox[-1][0] == "goodbye"):
                 return
+            while len(link.inbox) > 1:  # what came before it was not read, and is lost with it
+                link.inbox.popleft()
         if hosted.life.token != link.token:
             return
         session = hosted.session

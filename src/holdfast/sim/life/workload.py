@@ -45,9 +45,10 @@ class LifeWorkload:
         self.published = Published()
         self.clear = self.faults.clear
         self.runs = 0
+        self.stirs = True
         self.names = ["A", "B", "C"][: rng.choice([1, 2, 2, 3])]
         self.clients = {name: SimClient(self, name) for name in [f"c{n}" for n in range(rng.randint(1, 4))]}
-        self.pace = rng.choice([0.15, 0.4, 1.0])
+        self.pace = rng.choice([0.15, 0.4, 1.0, 3.0])
         """Seconds between two things that clients do."""
 
     def begin(self) -> None:
@@ -111,13 +112,23 @@ class LifeWorkload:
                 for client, hosted in list(node.hosted.items()):
                     node.pump(client, hosted)
 
+    def stir(self, client: str) -> None:
+        """Its row is being taken again, or nobody knows whether it was: a good moment to disturb."""
+        world = self.world
+        if self.stirs and not world.healing and world.rng.random() < 0.4:
+            what = world.rng.choice(["connect", "goodbye", "lose"])
+            world.after(world.rng.random() ** 3, lambda: self._do(self.clients[client], what))
+
     def _act(self) -> None:
         world, rng = self.world, self.world.rng
-        if world.healing:
+        if not world.healing:
+            world.after(rng.random() * 2 * self.pace, self._act)
+            self._do(rng.choice(list(self.clients.values())), rng.choice(_ACTIONS))
+
+    def _do(self, client: SimClient, what: str) -> None:
+        rng = self.world.rng
+        if self.world.healing:
             return
-        world.after(rng.random() * 2 * self.pace, self._act)
-        client = rng.choice(list(self.clients.values()))
-        what = rng.choice(_ACTIONS)
         match what:
             case "connect":
                 client.wants = True
@@ -179,10 +190,11 @@ class LifeWorkload:
 
     def _do_partition(self) -> None:
         rng = self.world.rng
-        pair = frozenset(rng.sample([*self.names, "store"], 2))
+        one = rng.choice(self.names)
+        pair = frozenset((one, rng.choice([name for name in [*self.names, "store", "store"] if name != one])))
         self.world.tell("world", f"cuts {sorted(pair)}")
         self.table.cut.add(pair)
-        self.world.after(rng.choice([0.5, 3.0, 8.0]), lambda: self.table.cut.discard(pair))
+        self.world.after(rng.choice([0.5, 3.0, 5.5, 8.0]), lambda: self.table.cut.discard(pair))
 
     def _do_outage(self) -> None:
         seconds = self.world.rng.choice([0.5, 3.0, 7.0, 12.0])
@@ -199,10 +211,14 @@ class LifeWorkload:
         node = self._someone()
         if node is not None and node.accepting:
             self.start(node.name, beside=True)
-            self.world.after(self.world.rng.choice([1.0, 6.0, 20.0]), node.crash)
+            self.world.after(self.world.rng.choice([1.0, 6.0, 20.0]), lambda: self._end_twin(node))
+
+    def _end_twin(self, node: SimNode) -> None:
+        if node.life.alive and self.nodes.get(node.name) is not node:
+            node.crash()
 
     def _do_jump(self) -> None:
-        if not all(node.clock.known for node in self.nodes.values()):
+        if not all(node.clock.known for node in self.processes if node.life.alive):
             return
         self.table.jump = self.world.rng.choice([JUMP_SECONDS, JUMP_SECONDS, -JUMP_SECONDS])
         self.world.tell("store", "has the wrong time")
@@ -219,6 +235,8 @@ class LifeWorkload:
         world.tell("world", "HEALS")
         world.healing = True
         self.table.jump = 0.0
+        for node in self.processes:
+            self._end_twin(node)
         for name in self.names:
             self._start_again_soon(name)
         for client in self.clients.values():
@@ -250,6 +268,7 @@ class LifeWorkload:
             if world.now >= until:
                 raise Violation(f"{promise}: {found[0]}")
             world.run(world.now + 0.5)
+            self._pump()
 
     def _unfinished(self) -> list[str]:
         found = []
@@ -273,7 +292,7 @@ class LifeWorkload:
             if client.never_back and self._stays_for_ever(client):
                 client.never_back, client.wants = False, True
                 client.connect(clean=True, expiry=0)
-                self.world.after(4.0, lambda c=client: c.abandon(0.1))  # type: ignore[misc]
+                self.world.after(12.0, lambda c=client: c.abandon(0.1))  # type: ignore[misc]
                 client.wants = False
             elif client.link is not None:
                 expiry = 3 if client.link.connect.expiry_secs == NEVER else None

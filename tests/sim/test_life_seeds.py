@@ -1,0 +1,95 @@
+"""The life of sessions under the simulator: seeds pass, and the same seed is the same run, in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.sessions.life import LEGAL, SessionLife, SessionNode, State
+from holdfast.sim.__main__ import main
+from holdfast.sim.life.faults import LifeFaults
+from holdfast.sim.life.runner import run_life_seed, run_life_seeds
+
+SEEDS = 400
+
+
+def test_seeds() -> None:
+    seen: list[int] = []
+    failures = run_life_seeds(0, SEEDS, lambda done, failed: seen.append(done))
+    assert not failures, failures[0]
+    assert seen[-1] == SEEDS
+
+
+@pytest.mark.soak
+def test_many_seeds() -> None:
+    failures = run_life_seeds(0, 30_000)
+    assert not failures, failures[0]
+
+
+@pytest.mark.parametrize("seed", [3, 11, 29])
+def test_the_same_seed_is_the_same_run(seed: int) -> None:
+    first, second = run_life_seed(seed, trace=True), run_life_seed(seed, trace=True)
+    assert len(first.trace) > 50
+    assert first.digest == second.digest
+
+
+def test_the_same_seed_is_the_same_run_in_another_process() -> None:
+    code = "from holdfast.sim.life import runner as r; print(*[r.run_life_seed(n,trace=True).digest for n in (1, 7)])"
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert len(said[0]) > 80
+
+
+def test_watching_does_not_change_the_run() -> None:
+    assert run_life_seed(5).events == run_life_seed(5, trace=True).events
+
+
+def test_in_clear_weather_nobody_is_refused() -> None:
+    """The checkers see to it; here it is made sure that there is such weather."""
+    for seed in range(20):
+        outcome = run_life_seed(seed, faults=LifeFaults())
+        assert outcome.failure is None, outcome.failure
+
+
+def test_every_legal_move_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move that never happens should not be in the table."""
+    made: set[tuple[State, State]] = set()
+    plain = SessionLife._move
+
+    def move(self: SessionLife, to: State) -> None:
+        made.add((self.state, to))
+        plain(self, to)
+
+    monkeypatch.setattr(SessionLife, "_move", move)
+    wanted = {(one, to) for one, moves in LEGAL.items() for to in moves}
+    for seed in range(400):
+        run_life_seed(seed)
+        if made >= wanted:
+            return
+    raise AssertionError(f"never made: {wanted - made}")
+
+
+def test_a_failure_tells_its_story(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(SessionNode, "renewed", lambda self, asked_at: setattr(self, "trusted_until", 1e9))
+    failures = run_life_seeds(0, 60, failures_max=1)
+    assert len(failures) == 1
+    assert len(failures[0].story) > 20
+    assert main(["--world", "life", "--seed", str(failures[0].seed), "-v"]) == 1
+    assert failures[0].reason in capsys.readouterr().out
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0:3", "--world", "life"]) == 0
+    assert "life: seeds 0:3: 0 failed" in capsys.readouterr().out
