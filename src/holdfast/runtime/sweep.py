@@ -103,11 +103,9 @@ class Sweep:
         while self._clock.known:
             now = self._time()
             rows = await loop.run_in_executor(self._pool, self._table.due, now, SWEEP_ROWS)
-            writes = due_writes(rows, now, self._node.filters_of)
-            if not writes:
-                return
+            writes = due_writes(rows, self._held(), now, self._node.filters_of)
             await self._write(writes)
-            if len(rows) < SWEEP_ROWS:
+            if len(writes) < SWEEP_ROWS:
                 return
 
     async def _sweep_orphans(self) -> None:
@@ -115,11 +113,11 @@ class Sweep:
         named = await loop.run_in_executor(self._pool, self._table.leases)
         alive = await loop.run_in_executor(self._pool, self._alive)
         for lease in self._ended.over(named, alive, time.monotonic()):
-            while True:
-                rows = await loop.run_in_executor(self._pool, self._table.of_lease, lease, "", SWEEP_ROWS)
-                if not rows:
-                    break
-                await self._write(orphan_writes(rows, self._time(), self._settings.grace_secs, self._node.filters_of))
+            after = ""
+            while rows := await loop.run_in_executor(self._pool, self._table.of_lease, lease, after, SWEEP_ROWS):
+                waited = self._settings.grace_secs
+                await self._write(orphan_writes(rows, self._held(), self._time(), waited, self._node.filters_of))
+                after = rows[-1].client_id
 
     async def _sweep_unheld(self) -> None:
         lease, loop, after = self._node.lease, asyncio.get_running_loop(), ""
@@ -128,14 +126,14 @@ class Sweep:
             if not rows:
                 break
             writes = self._unheld.page(rows, self._held(), self._time(), self._node.filters_of)
-            if writes:
-                await self._write(writes)
+            await self._write(writes)
             after = rows[-1].client_id
         self._unheld.finish()
 
     async def _write(self, writes: list[RowWrite]) -> None:
         self.swept += len(writes)
-        await self._call(self._table.write, writes)
+        if writes:
+            await self._call(self._table.write, writes)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

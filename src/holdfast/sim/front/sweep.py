@@ -108,14 +108,15 @@ class SimUpkeep:
     def _sweep_due(self) -> Work:
         now = self._time()
         rows = yield from self.rows.call(lambda: self.table.due(now))
-        yield from self._write(due_writes(rows, now, self.node.filters_of))
+        yield from self._write(due_writes(rows, self.sessions.held(), now, self.node.filters_of))
 
     def _sweep_orphans(self) -> Work:
         named = yield from self.rows.call(self.table.named)
         alive = yield from self.rows.call(self.table.alive)
         for lease in self._ended.over(named, alive, self.world.now):
             rows = yield from self.rows.call(lambda lease=lease: self.table.of_lease(lease))  # type: ignore[misc]
-            yield from self._write(orphan_writes(rows, self._time(), self._settings.grace_secs, self.node.filters_of))
+            held, waited = self.sessions.held(), self._settings.grace_secs
+            yield from self._write(orphan_writes(rows, held, self._time(), waited, self.node.filters_of))
 
     def _sweep_unheld(self) -> Work:
         lease = self.node.lease
