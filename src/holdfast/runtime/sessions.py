@@ -272,9 +272,9 @@ class Sessions:
     def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
         match effect:
             case life.WriteRow(write):
-                self._rows.write(write, lambda answer: self._written(client_id, write, answer))
+                self._rows.write(write, lambda answer: self._written(live, write, answer))
             case life.ReadRow(number):
-                self._rows.read(client_id, number, lambda found: self._give(client_id, found))
+                self._rows.read(client_id, number, lambda found: self._answer(live, found))
             case life.Welcome():
                 self._welcome(live, effect)
             case life.Saved(number):
@@ -300,7 +300,13 @@ class Sessions:
                     if not self._live:
                         self._empty.set()
 
-    def _written(self, client_id: str, write: RowWrite, answer: life.Written | life.Failed) -> None:
+    def _answer(self, live: Live, answer: life.Event) -> None:
+        """To the machine that asked: one that broke down may have a successor."""
+        client_id = live.machine.client_id
+        if self._live.get(client_id) is live:
+            self._give(client_id, answer)
+
+    def _written(self, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
         row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
         if row is not None:
             self.stored += (write.expected is None) - row.dead
@@ -309,7 +315,7 @@ class Sessions:
         if row is not None and write.subscribed:
             # The sweep brings the counts of all nodes; whoever publishes here now is to know at once.
             self._delivery.filters_changed(dict.fromkeys(write.subscribed, 1), whole=False)
-        self._give(client_id, answer)
+        self._answer(live, answer)
 
     def deliver(self, client_id: str, message: Any) -> None:
         """From another node."""

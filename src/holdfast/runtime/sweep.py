@@ -61,7 +61,8 @@ class Sweep:
 
     async def begin(self) -> None:
         """Before anything is decided: what time it is, and who is subscribed."""
-        await self._look()
+        while not self._clock.known:
+            await self._look()
 
     async def run(self) -> None:
         """For ever. A store that is away is asked again."""
