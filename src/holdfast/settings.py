@@ -92,8 +92,9 @@ class SessionSettings:
     expiry_secs_max: int = 0
     """Longer session expiries (and those of MQTT 3, which never end) are cut to this; 0: as the client says."""
     on_trimmed: str = "earliest"
-    """What a session does of whose unread messages retention dropped some: error (refused until that is accepted), earliest
-    or latest (it goes on with what is still there; if its cursors cannot be read, with everything or with what comes next)."""
+    """What a session does of whose unread messages retention dropped some: error (it is refused until the policy is
+    another one), earliest or latest (it goes on with what is there; if its cursors cannot be read, with everything
+    or with what comes next)."""
     lease_secs: float = 5.0
     """How long a node that has fallen silent keeps its sessions."""
     grace_secs: float = 15.0

@@ -44,11 +44,11 @@ from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.shared import LoanFeed
-from holdfast.sessions.stored import content_of, filters_of, restore
+from holdfast.sessions.stored import RetainedBefore, content_of, filters_of, restore
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
 from holdfast.sessions.trimmed import Policy
-from holdfast.sessions.window import RELEASED, Delivery
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 from holdfast.settings import SessionSettings
 
 logger = logging.getLogger("holdfast.sessions")
@@ -437,9 +437,13 @@ class Sessions:
                 return
             out, now = [], time.time()
             for packet_id, delivery in some:
-                if packet_id not in found and delivery.qos != RELEASED:
+                if packet_id not in found and delivery.qos == 1:
                     session.window.drop(packet_id)  # nobody has it any more
                     continue
+                if packet_id not in found:
+                    # A client that has half of it would take another message under this id for the same one.
+                    delivery = Delivery(NOBODY, 0, RELEASED)
+                    session.window.restore(packet_id, delivery)
                 rows, row = found.get(packet_id, (None, 0))
                 packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, now)
                 if len(packet) <= outlet.packet_max:
@@ -454,6 +458,9 @@ class Sessions:
             origin = delivery.origin
             if isinstance(origin, RetainedOrigin):
                 found[packet_id] = (origin.rows, delivery.offset)
+            elif isinstance(origin, RetainedBefore):
+                if (now := self._delivery.machine.retained.one(origin.topic, origin.time, time.time())) is not None:
+                    found[packet_id] = (now, 0)
             elif isinstance(origin, StreamOrigin | LoanFeed) and delivery.qos != RELEASED:
                 wanted.setdefault(origin.stream, {})[delivery.offset] = packet_id
         for stream, ids in wanted.items():

@@ -28,9 +28,9 @@ from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
-from holdfast.sessions.stored import content_of, filters_of, restore
+from holdfast.sessions.stored import RetainedBefore, content_of, filters_of, restore
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
-from holdfast.sessions.window import RELEASED, Delivery
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 from holdfast.sim.front.disk import StoreDown, rows_at
 from holdfast.sim.front.world import Pending, Work
 
@@ -321,10 +321,14 @@ class SimSessions:
                 return
             out = []
             for packet_id, delivery in some:
-                if packet_id not in found and delivery.qos != RELEASED:
+                if packet_id not in found and delivery.qos == 1:
                     session.window.drop(packet_id)  # nobody has it any more
                     truth.dropped(session.client_id, packet_id)
                     continue
+                if packet_id not in found and delivery.qos != RELEASED:
+                    truth.dropped(session.client_id, packet_id)
+                    delivery = Delivery(NOBODY, 0, RELEASED)
+                    session.window.restore(packet_id, delivery)
                 rows, row = found.get(packet_id, (None, 0))
                 packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, self.world.now)
                 if len(packet) <= outlet.packet_max:
@@ -340,6 +344,11 @@ class SimSessions:
             origin = delivery.origin
             if isinstance(origin, RetainedOrigin):
                 found[packet_id] = (origin.rows, delivery.offset)
+            elif isinstance(origin, RetainedBefore):
+                if (
+                    now := self.front.delivery.machine.retained.one(origin.topic, origin.time, self.world.now)
+                ) is not None:
+                    found[packet_id] = (now, 0)
             elif isinstance(origin, StreamOrigin) and delivery.qos != RELEASED:
                 yield self.world.rng.random() * disk.seconds
                 if disk.fails(disk.fetch_fails / 10):
