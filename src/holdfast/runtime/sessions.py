@@ -272,7 +272,7 @@ class Sessions:
     def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
         match effect:
             case life.WriteRow(write):
-                self._rows.write(write, lambda answer: self._written(live, write, answer))
+                self._write(live, write)
             case life.ReadRow(number):
                 self._rows.read(client_id, number, lambda found: self._answer(live, found))
             case life.Welcome():
@@ -305,6 +305,14 @@ class Sessions:
         client_id = live.machine.client_id
         if self._live.get(client_id) is live:
             self._give(client_id, answer)
+
+    def _write(self, live: Live, write: RowWrite) -> None:
+        """Let go of it only when all that it published is stored: whoever is next reads which of that is."""
+        inbound = live.inbound if live.session is None else live.session.inbound
+        if inbound is None or write.row.lease is not None:
+            self._rows.write(write, lambda answer: self._written(live, write, answer))
+        else:
+            inbound.when_settled(lambda: self._rows.write(write, lambda answer: self._written(live, write, answer)))
 
     def _written(self, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
         row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
@@ -353,9 +361,12 @@ class Sessions:
             return
         self._groups.returned(connection, session)
         try:
+            if session.inbound.in_doubt:
+                received = await self._rows.ask(self._rows.table.received, [client_id])
+                session.inbound.found(received.get(client_id, ()))
             await self._send_again(connection, session)
         except HoldfastError as error:
-            logger.error("%s: what was in flight cannot be sent again: %s", client_id, error)
+            logger.error("%s: what was in flight cannot be read: %s", client_id, error)
             connection.close(Reason.SERVER_BUSY)
         if connection.session is not session or connection.outlet is None:
             return

@@ -168,8 +168,7 @@ class SimSessions:
                 row = write.row
                 if write.take and row.born == row.connect:
                     live.saved.clear()  # another session: what was saved of the one before is over
-                saved = live.saved.get(Content(row.subscriptions, row.cursors, row.packets))
-                self.front.rows.write((write, saved), lambda answer: self._written(client_id, live, write, answer))
+                self._write(client_id, live, write)
             case life.ReadRow(number):
                 self.front.rows.read(client_id, number, lambda found: self._give(client_id, found))
             case life.Welcome():
@@ -197,6 +196,19 @@ class SimSessions:
             case life.Forget():
                 if self.live.get(client_id) is live and live.machine.state is State.NONE:
                     del self.live[client_id]
+
+    def _write(self, client_id: str, live: Live, write: RowWrite) -> None:
+        row = write.row
+        saved = live.saved.get(Content(row.subscriptions, row.cursors, row.packets))
+        inbound = live.inbound if live.session is None else live.session.inbound
+
+        def go() -> None:
+            self.front.rows.write((write, saved), lambda answer: self._written(client_id, live, write, answer))
+
+        if inbound is None or row.lease is not None:
+            go()
+        else:
+            inbound.when_settled(go)
 
     def _written(self, client_id: str, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
         if isinstance(answer, life.Written) and answer.verdict.accepted and write.subscribed:
@@ -241,6 +253,10 @@ class SimSessions:
             return
         self.front.lending.returned(connection, session)
         try:
+            if session.inbound.in_doubt:
+                table = self.front.disk.table
+                received = yield from self.front.rows.call(lambda: table.received([client_id]))
+                session.inbound.found(received.get(client_id, ()))
             yield from self._send_again(connection, session)
         except StoreDown:
             connection.close(Reason.SERVER_BUSY)
