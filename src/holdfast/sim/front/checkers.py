@@ -313,7 +313,7 @@ class Truth:
         self.consumers[client].ids.pop(packet_id, None)
 
     def released(self, client: str, packet_id: int) -> None:
-        """It was lent, and is not this client's any more; its answer is still waited for."""
+        """It is not this client's any more, or gone; its answer is still waited for."""
         flight = self.consumers[client].ids[packet_id]
         flight.kind, flight.feed, flight.released = "nobody", None, True
 

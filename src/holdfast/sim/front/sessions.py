@@ -342,7 +342,7 @@ class SimSessions:
                     truth.dropped(session.client_id, packet_id)
                     continue
                 if packet_id not in found and delivery.qos != RELEASED:
-                    truth.dropped(session.client_id, packet_id)
+                    truth.released(session.client_id, packet_id)
                     delivery = Delivery(NOBODY, 0, RELEASED)
                     session.window.restore(packet_id, delivery)
                 rows, row = found.get(packet_id, (None, 0))
