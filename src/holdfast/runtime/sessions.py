@@ -132,6 +132,8 @@ class Sessions:
         self.node = SessionNode(node_id, self.clock, life_settings, filters_of)
         self._live: dict[str, Live] = {}
         self._claims: dict[str, Claim] = {}
+        self._goodbyes: dict[str, Connection] = {}
+        """Connections that wait for their good-bye to be stored, by token."""
         self.connections: dict[str, Connection] = {}
         """Open connections that are welcome, by client id."""
         self._events: deque[tuple[str, life.Event]] = deque()
@@ -284,7 +286,10 @@ class Sessions:
                 if (claim := self._claims.pop(token, None)) is not None and not claim.answer.done():
                     claim.answer.set_exception(PeerError("the session cannot be had just now", reason))
             case life.Close(token, reason):
-                if reason is not None and (claim := self._claims.get(token)) is not None:
+                if reason is None:
+                    if (said_goodbye := self._goodbyes.pop(token, None)) is not None:
+                        said_goodbye.handle(mc.GoodbyeStored())
+                elif (claim := self._claims.get(token)) is not None:
                     self._end_claim(claim, reason)
             case life.Freeze(token):
                 if (claim := self._claims.get(token)) is not None:
@@ -486,11 +491,17 @@ class Sessions:
         claim = self._claims.pop(connection.claim, None)
         if claim is None:
             return
+        if goodbye:
+            self._goodbyes[claim.token] = connection
         if expiry is not None:
             expiry = self.bounded_expiry(expiry)
         self._give(claim.client_id, life.Gone(claim.token, goodbye, expiry))
         if not claim.answer.done():
             claim.answer.cancel()
+
+    def socket_gone(self, connection: Connection) -> None:
+        """It waits for nothing any more."""
+        self._goodbyes.pop(connection.claim, None)
 
     def _detach(self, live: Live, claim: Claim) -> None:
         """Nobody is connected to it here any more."""
