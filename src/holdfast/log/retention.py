@@ -1,7 +1,8 @@
 """Keeping a log in shape: merge small blocks, index full ones, roll and drop generations.
 
 Every step is one short transaction and may be interrupted anywhere; the next round goes on from what it
-finds. Only blocks that will not be merged again are indexed.
+finds. Only blocks that will not be merged again are indexed. How old something is, the log's steady clock says: the
+wall clock may be wrong for a while, and what was dropped does not come back when it is right again.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def maintain(log: Log, settings: RetentionSettings = RetentionSettings(), rests:
             done.indexed += index_full(log.backend, head, pace)
             compact_runs(log.backend, head, pace)
     _sweep(log, done, pace)
-    log.backend.forget_writers(log.clock() - _WRITERS_KEPT_MICROS)
+    log.backend.forget_writers(log.steady() - _WRITERS_KEPT_MICROS)
     return done
 
 
@@ -107,7 +108,7 @@ def _roll(log: Log, name: str, settings: RetentionSettings) -> int:
     size = sum(h.bytes for h in heads)
     if not size:
         return 0
-    age = (log.clock() - open_.opened_at) / 1e6
+    age = (log.steady() - open_.opened_at) / 1e6
     too_old = settings.generation_seconds_max is not None and age >= settings.generation_seconds_max
     too_big = settings.generation_bytes_max is not None and size >= settings.generation_bytes_max
     if too_old or too_big:
@@ -129,7 +130,7 @@ def expire(log: Log, name: str, settings: RetentionSettings) -> int:
         if generation.sealed_at is None:
             break
         last = newest[generation.number] or generation.sealed_at
-        too_old = settings.keep_seconds is not None and log.clock() - last > settings.keep_seconds * 1e6
+        too_old = settings.keep_seconds is not None and log.steady() - last > settings.keep_seconds * 1e6
         too_much = settings.keep_bytes is not None and total > settings.keep_bytes
         if not (too_old or too_much) or not _may_drop(log, name, generation.number):
             break
