@@ -286,7 +286,7 @@ class Node:
 
     async def _purge_retained(self) -> None:
         """Retained messages that have expired, a few at a time; the store forgets those that nobody set anew."""
-        gone = self.delivery.machine.retained.purge(time.time(), PURGE_MAX)
+        gone = self.delivery.machine.retained.purge(self.log.steady() / 1e6, PURGE_MAX)
         if gone:
             await asyncio.get_running_loop().run_in_executor(None, self.log.forget_retained, LOG, gone)
 
