@@ -92,7 +92,9 @@ class SessionSettings:
     expiry_secs_max: int = 0
     """Longer session expiries (and those of MQTT 3, which never end) are cut to this; 0: as the client says."""
     on_trimmed: str = "earliest"
-    """What a resumed subscription does whose cursor points at dropped data: error, earliest or latest."""
+    """What a session does of whose unread messages retention dropped some: error (it is refused until the policy is
+    another one), earliest or latest (it goes on with what is there; if its cursors cannot be read, with everything
+    or with what comes next)."""
     lease_secs: float = 5.0
     """How long a node that has fallen silent keeps its sessions."""
     grace_secs: float = 15.0
@@ -165,10 +167,9 @@ class Settings:
     store: str = ""
     """Where the log is kept; empty: SQLite in the data folder."""
     metadata: str = ""
-    """Where cursors and sessions are kept; empty: in the store."""
+    """Where groups, leases and copies of cursors are kept; empty: in the store."""
     node_id: str = ""
-    """This node's name; empty: one is made up. On PostgreSQL give it one: wills of a node that was killed are
-    published when a node of its name is started."""
+    """This node's name among others; empty: one is made up."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log: LogSettings = field(default_factory=LogSettings)

@@ -809,7 +809,7 @@ class Connection:
     def _on_stored_one(self, qos: int, packet_id: int, ok: bool, now: float) -> None:
         if not ok:
             if qos == 2:
-                self._inbound.release(packet_id)
+                self._inbound.failed(packet_id)
             if not self.closed:
                 self._close(Reason.SERVER_BUSY, "publishes could not be stored", now)
             return
