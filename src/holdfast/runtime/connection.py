@@ -149,7 +149,8 @@ class Connection(asyncio.Protocol):
 
     def _tick(self) -> None:
         self._timer, self._armed = None, inf
-        self.handle(TICK)
+        if self._loop.time() >= self.machine.deadline:
+            self.handle(TICK)
         if self._timer is None:
             self._arm()
 

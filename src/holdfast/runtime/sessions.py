@@ -17,8 +17,9 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol, cast
 
 from holdfast.errors import HoldfastError, PeerError, RequestError
@@ -58,6 +59,8 @@ Welcomed = Callable[[Session, bool], None]
 
 WAITING_MAX = 10_000
 """More CONNECTs than this do not wait for the store."""
+TICKS_AT_ONCE = 20
+"""So many machines are told the time in one turn of the loop."""
 AGAIN_AT_ONCE = 500
 """So many messages in flight are fetched and sent again at a time."""
 
@@ -99,7 +102,7 @@ class Live:
     """While its client is connected."""
     claim: Claim | None = None
     """The connection that is welcome."""
-    armed: float = float("inf")
+    armed: float = inf
     """The earliest time it is in the queue of deadlines for."""
     inbound: Inbound | None = None
     """Of the connection before, if that was here: its QoS 2 publishes may still be on their way to the log."""
@@ -140,6 +143,8 @@ class Sessions:
         self._busy = False
         self._deadlines: list[tuple[float, str]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._armed = inf
+        """When the timer goes off: no later than the first deadline."""
         self._lapse: asyncio.TimerHandle | None = None
         self._numbers = 0
         self._copied: Mapping[Stream, int] = {}
@@ -159,9 +164,9 @@ class Sessions:
         """This node's lease is over by its own clock: nobody is served."""
         return time.monotonic() >= self.node.trusted_until
 
-    def held(self) -> set[str]:
-        """Client ids that have a machine, in whatever state."""
-        return set(self._live)
+    def held(self) -> Collection[str]:
+        """Client ids that have a machine, in whatever state; as they are whenever it is asked."""
+        return self._live.keys()
 
     def session(self, client_id: str) -> Session | None:
         """Of a client that is connected here."""
@@ -254,21 +259,31 @@ class Sessions:
             if live is not None and live.armed == at:
                 break
             heapq.heappop(self._deadlines)
+        first = self._deadlines[0][0] if self._deadlines else inf
+        if first >= self._armed:
+            return  # it goes off too early, if at all, and then looks again
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if self._deadlines:
-            self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._tick_due)
+        self._timer, self._armed = asyncio.get_running_loop().call_at(first, self._tick_due), first
 
     def _tick_due(self) -> None:
-        self._timer = None
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
+        """A few at a time: thousands may be due at once, each with a row to pack, and others wait for the loop."""
+        self._timer, self._armed = None, inf
+        now, ticked = time.monotonic(), 0
+        while self._deadlines and self._deadlines[0][0] <= now and ticked < TICKS_AT_ONCE:
             at, client_id = heapq.heappop(self._deadlines)
             live = self._live.get(client_id)
-            if live is not None and live.armed == at:
-                live.armed = float("inf")
+            if live is None or live.armed != at:
+                continue
+            deadline = live.machine.deadline
+            if deadline <= now:
+                live.armed = inf
+                ticked += 1
                 self._give(client_id, TICK)
+            else:  # what it was armed for has been done
+                live.armed = deadline
+                if deadline < inf:
+                    heapq.heappush(self._deadlines, (deadline, client_id))
         self._arm()
 
     def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
