@@ -146,6 +146,8 @@ class Refuse:
 
     reason: int
     version: int
+    server: str = ""
+    """Where to go instead (MQTT 5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,8 @@ class Close:
     """End it with a word (MQTT 5) or without."""
 
     reason: int
+    server: str = ""
+    """Where to go instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,8 +506,9 @@ class Connection:
                 self._answer(event)
             case Welcome():
                 self._on_welcome(event, now)
-            case Refuse(reason, version):
-                self._end(codec.encode_connack(p.Connack(reason), version), "refused", now)
+            case Refuse(reason, version, server):
+                refusal = p.Connack(reason, properties=_elsewhere(server))
+                self._end(codec.encode_connack(refusal, version), "refused", now)
             case RightsChanged(may_publish, expires_at):
                 self._set_rights(may_publish)
                 self._expires_at = expires_at
@@ -513,8 +518,8 @@ class Connection:
                 data = codec.encode_publish(p.Publish(topic, payload), self.version)
                 if len(data) <= self._packet_max and not self._socket_full:
                     self._write(data)
-            case Close(reason):
-                self._close(reason, "ended by us", now)
+            case Close(reason, server):
+                self._close(reason, "ended by us", now, server)
             case BrokeMqtt(error):
                 raise error
 
@@ -871,10 +876,14 @@ class Connection:
         version = self.version if self.state is State.OPEN else None
         self._end(codec.farewell(error, first, body, version, explain=False), str(error), now)
 
-    def _close(self, reason: int, why: str, now: float) -> None:
+    def _close(self, reason: int, why: str, now: float, server: str = "") -> None:
         if self.closed:
             return
-        last = codec.encode_disconnect(p.Disconnect(reason), self.version) if self.version == p.V5 else b""
+        last = b""
+        if self.version == p.V5:
+            last = codec.encode_disconnect(p.Disconnect(reason, _elsewhere(server)), self.version)
+            if len(last) > self._packet_max:
+                last = codec.encode_disconnect(p.Disconnect(reason), self.version)
         self._end(last, why, now)
 
     def _end(self, last: bytes, why: str, now: float, *, goodbye: bool = False, expiry: int | None = None) -> None:
@@ -910,6 +919,10 @@ class Connection:
         if to not in LEGAL[self.state]:
             raise BrokenInvariant(f"a connection may not go from {self.state.name} to {to.name}", self.moves)
         self.state = to
+
+
+def _elsewhere(server: str) -> p.Properties:
+    return {"server_reference": server} if server else {}
 
 
 def _needed(data: bytes, at: int) -> int:

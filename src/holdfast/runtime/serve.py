@@ -85,7 +85,7 @@ async def _serve(settings: Settings) -> None:
         # What is here by now stays. A full collection would look at all of it again: 30 ms in which nobody is served.
         gc.collect()
         gc.freeze()
-        await _first(stop, node.ended)
+        await _first(stop, node.ended, node.finished)
         logger.info("stopping")
     logger.info("stopped")
     if node.ended.is_set():

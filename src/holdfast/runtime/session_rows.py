@@ -108,6 +108,10 @@ class SessionRows:
             self.received.pop(client_id, None)
         answer(Found(number, found.row, found.lease_over))
 
+    async def look(self, client_id: str) -> FoundRow:
+        """One row, for somebody who is not its machine."""
+        return (await self.ask(self._read_rows, [client_id]))[client_id]
+
     async def ask(self, call: Callable[..., T], *given: object) -> T:
         """Something else, on the reader's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, call, *given)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import itertools
 import logging
 import secrets
 import time
@@ -22,10 +23,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol, cast
 
-from holdfast.errors import HoldfastError, PeerError, RequestError
+from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownSession
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
-from holdfast.machine import TICK, Send
+from holdfast.machine import TICK, Address, Send
 from holdfast.model import Stream
 from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
@@ -63,6 +64,10 @@ TICKS_AT_ONCE = 20
 """So many machines are told the time in one turn of the loop."""
 AGAIN_AT_ONCE = 500
 """So many messages in flight are fetched and sent again at a time."""
+KICK_SECONDS = 10.0
+"""How long an operator waits for a client to be disconnected: longer than a lease."""
+KICK_AGAIN_SECONDS = 0.2
+"""How soon its node is asked again."""
 
 
 class SharedGroups(Protocol):
@@ -91,6 +96,14 @@ class Claim:
     welcomed: Welcomed
     answer: asyncio.Future[bool]
     """Resolved when it is welcome (whether a session was present), a PeerError if it is refused."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """An operator wants a session to be gone, and takes it, as a client would."""
+
+    token: str
+    answer: asyncio.Future[None]
 
 
 @dataclass(slots=True)
@@ -137,6 +150,9 @@ class Sessions:
         self._claims: dict[str, Claim] = {}
         self._goodbyes: dict[str, Connection] = {}
         """Connections that wait for their good-bye to be stored, by token."""
+        self._endings: dict[str, Ending] = {}
+        self._kicked: dict[str, asyncio.Event] = {}
+        """Client ids that were asked to be let go, for an operator; set when somebody has answered."""
         self.connections: dict[str, Connection] = {}
         """Open connections that are welcome, by client id."""
         self._events: deque[tuple[str, life.Event]] = deque()
@@ -297,6 +313,9 @@ class Sessions:
             case life.Saved(number):
                 if (saving := live.saving.pop(number, None)) is not None and not saving.done():
                     saving.set_result(None)
+            case life.Refuse(token, reason) if (ending := self._endings.pop(token, None)) is not None:
+                gone = reason == Reason.QUOTA_EXCEEDED
+                ending.answer.set_exception(_unknown(client_id) if gone else _unanswered(client_id))
             case life.Refuse(token, reason):
                 if (claim := self._claims.pop(token, None)) is not None and not claim.answer.done():
                     claim.answer.set_exception(PeerError("the session cannot be had just now", reason))
@@ -352,6 +371,8 @@ class Sessions:
         elif isinstance(message, life.Release):
             for send in answer_unheld(message, self.node):
                 self._groups.send(send.to, send.message)
+        if isinstance(message, life.Released) and (kicked := self._kicked.get(client_id)) is not None:
+            kicked.set()
 
     def _content(self, client_id: str, leaving: bool) -> Content:
         live = self._live[client_id]
@@ -403,6 +424,11 @@ class Sessions:
                 await self._groups.join(connection, session, parse_share(filter_text), subscription)
 
     def _welcome(self, live: Live, welcome: life.Welcome) -> None:
+        if (ending := self._endings.pop(welcome.token, None)) is not None:
+            self._groups.session_ended(live.machine.client_id)
+            self._events.append((live.machine.client_id, life.Gone(welcome.token, goodbye=True, expiry_secs=0)))
+            ending.answer.set_result(None)
+            return
         claim = self._claims.get(welcome.token)
         if claim is None or claim.connection.closed or claim.connection.transport.is_closing():
             self._events.append((live.machine.client_id, life.Gone(welcome.token)))
@@ -567,7 +593,65 @@ class Sessions:
             session.subscriptions.unshare(filter_text)
         connection.close(Reason.ADMINISTRATIVE_ACTION)
 
+    # -- an operator ends it -------------------------------------------------------------------------------
+
+    async def end(self, client_id: str) -> None:
+        """The session is gone, whichever node serves it; its client, if connected, is told.
+
+        It is taken for a CONNECT that nobody sent, with a clean start, and then dropped: there is no other way for a
+        session to end, so nothing is left behind that a client's own end would not leave.
+        """
+        ending = Ending(secrets.token_hex(8), asyncio.get_running_loop().create_future())
+        self._endings[ending.token] = ending
+        connect = life.Connect(ending.token, True, 0, None, may_begin=False, reason=Reason.ADMINISTRATIVE_ACTION)
+        self._give(client_id, connect)
+        until = time.monotonic() + 2 * KICK_SECONDS  # its machine gives up before that
+        try:
+            await asyncio.wait_for(ending.answer, 2 * KICK_SECONDS)
+        except TimeoutError:
+            raise _unanswered(client_id) from None
+        finally:
+            self._endings.pop(ending.token, None)
+        while time.monotonic() < until:
+            row, _, _ = await self._rows.look(client_id)
+            if row is None or row.dead or row.connect != ending.token:
+                return
+            await asyncio.sleep(KICK_AGAIN_SECONDS)
+        raise _unanswered(client_id)
+
+    async def disconnect(self, client_id: str) -> bool:
+        """Its client is connected nowhere any more; whether it was. The session stays as if the connection were lost.
+
+        Its node is asked to let go, as if somebody wanted to take it, until it says that it has, or the row does.
+        """
+        first: SessionRow | None = None
+        until = time.monotonic() + KICK_SECONDS
+        try:
+            while time.monotonic() < until:
+                row, lease_over, _ = await self._rows.look(client_id)
+                if first is None and (row is None or row.dead):
+                    raise _unknown(client_id)
+                if row is None or row.owner is None or row.lease is None or (first and row.epoch != first.epoch):
+                    return first is not None
+                answered = self._kicked.setdefault(client_id, asyncio.Event())
+                if lease_over or answered.is_set():
+                    return False  # the row is to be written away yet, by whoever finds it
+                first = row
+                me = Address(self.node.name, "session", client_id)
+                release = life.Release(client_id, row.epoch, row.lease, me, Reason.ADMINISTRATIVE_ACTION)
+                self._groups.send(Address(row.owner, "session", client_id), release)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(answered.wait(), KICK_AGAIN_SECONDS)
+        finally:
+            self._kicked.pop(client_id, None)
+        raise _unanswered(client_id)
+
     # -- the node stops ------------------------------------------------------------------------------------
+
+    def move(self, count: int) -> None:
+        """Send so many clients away, those that came first before the others; their sessions are saved."""
+        for client_id in list(itertools.islice(self.connections, count)):
+            self._give(client_id, life.Stop(Reason.USE_ANOTHER_SERVER, lease_stays=True))
 
     def stop(self, reason: int = Reason.SERVER_SHUTTING_DOWN) -> None:
         """Clients are told; what is not saved is saved."""
@@ -590,6 +674,14 @@ class Sessions:
 
 
 def _nothing() -> None: ...
+
+
+def _unknown(client_id: str) -> UnknownSession:
+    return UnknownSession(f"there is no session {client_id!r}")
+
+
+def _unanswered(client_id: str) -> StoreError:
+    return StoreError(f"the session {client_id!r} cannot be had just now: its node or the store does not answer")
 
 
 def _stored(will: p.Will | None, expiry_secs: int) -> StoredWill | None:
