@@ -243,11 +243,11 @@ def _stays(seen: Seen, who: str) -> bool:
 def _kept(seen: Seen, who: str) -> dict[str, float]:
     """Messages whose acknowledgement is saved for sure, and since when."""
     ended = {c.number: c.end if c.end is not None else seen.end for c in seen.connections[who]}
-    confirmed = {c.number for c in seen.connections[who] if c.said_goodbye and c.confirmed}
+    byes = {c.number: c.bye.t for c in seen.connections[who] if c.bye is not None and c.bye.code == 0 and c.confirmed}
     found: dict[str, float] = {}
     for event in seen.done[who]:
         end = ended.get(event.conn, seen.end)
-        if event.conn in confirmed:
+        if event.t <= byes.get(event.conn, -1.0):
             found.setdefault(event.msg, end)
         elif end > event.t + 0.5 and seen.calm(event.t - 1.0, event.t + SAVE_SECONDS):
             found.setdefault(event.msg, event.t + SAVE_SECONDS)

@@ -58,8 +58,9 @@ async def campaign(seed: int, seconds: float, folder: Path, *, etcd: bool, only:
         try:
             await _storm(cluster, history, planned, storm, living)
             await _calm(cluster, stage, clients, living)
+            events = history.events[:]  # what comes from now on may be in the log, or not
             log = await cluster.do(_log_of, cluster.url, history)
-            seen = checks.Seen(history.events[:], log, await cluster.do(_sessions, cluster))
+            seen = checks.Seen(events, log, await cluster.do(_sessions, cluster))
         finally:
             for task in (*living, *watchers):
                 task.cancel()
