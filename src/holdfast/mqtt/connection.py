@@ -789,6 +789,9 @@ class Connection:
             self._answer(Answered(qos, packet_id, Reason.NOT_AUTHORIZED))
             return
         repeated = qos == 2 and packet_id in self._inbound
+        if qos == 2 and not repeated and self._inbound.in_doubt:
+            # One of an earlier connection has failed since, and this may be it: whoever comes back finds that out.
+            raise PeerError("nobody knows which publishes are stored", Reason.SERVER_BUSY)
         if qos and not repeated:
             self._count(1)
         if repeated:

@@ -473,8 +473,12 @@ class Sessions:
             logger.warning("%s: %s from offset %d on is gone: %s", row.client_id, gap.stream, gap.first, gap.reason)
         if decision.refuse:
             raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
-        session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
+        session.positions.on_moved = lambda: self._moved(row.client_id)
         return session
+
+    def _moved(self, client_id: str) -> None:
+        """In the next turn: now it is in the middle of sending, or of taking acknowledgements."""
+        asyncio.get_running_loop().call_soon(self._give, client_id, life.Moved())
 
     def _sent_before(self, heads: Heads) -> Mapping[Stream, int]:
         """How far streams had come. One copy for all that come within a second: an earlier owner is gone longer."""
