@@ -94,7 +94,9 @@ class SessionSettings:
     expiry_secs_max: int = 0
     """Longer session expiries (and those of MQTT 3, which never end) are cut to this; 0: as the client says."""
     on_trimmed: str = "earliest"
-    """What a resumed subscription does whose cursor points at dropped data: error, earliest or latest."""
+    """What a session does of whose unread messages retention dropped some: error (it is refused until the policy is
+    another one), earliest or latest (it goes on with what is there; if its cursors cannot be read, with everything
+    or with what comes next)."""
     lease_secs: float = 5.0
     """How long a node that has fallen silent keeps its sessions."""
     grace_secs: float = 15.0
@@ -169,7 +171,7 @@ class Settings:
     store: str = ""
     """Where the log is kept; empty: SQLite in the data folder."""
     metadata: str = ""
-    """Where cursors and sessions are kept; empty: in the store."""
+    """Where groups, leases and copies of cursors are kept; empty: in the store."""
     node_id: str = ""
     """This node's name, which no other node of the cluster has; empty: one is made up with every start."""
     log_level: str = "info"

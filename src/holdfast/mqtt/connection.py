@@ -79,6 +79,8 @@ class ConnectionSettings:
 
     connect_seconds: float = 10.0
     """How long a connection may take to say CONNECT."""
+    goodbye_seconds: float = 1.0
+    """How long a client that has said good-bye waits, at most, for that to be durable."""
     join_seconds: float = 15.0
     """How long a CONNECT may be without an answer: longer than a session is waited for."""
     packet_bytes_max: int = 1 << 20
@@ -233,6 +235,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class GoodbyeStored:
+    """What a DISCONNECT changed is durable, or need not be: the client may see the end."""
+
+
+@dataclass(frozen=True, slots=True)
 class BrokeMqtt:
     """What the session made of a packet: the client broke MQTT."""
 
@@ -257,6 +264,7 @@ ConnectionEvent = (
     | HoldOn
     | Release
     | Close
+    | GoodbyeStored
     | BrokeMqtt
     | Tick
 )
@@ -417,6 +425,8 @@ class Connection:
         self._last_seen = now
         self._close_at = now + settings.connect_seconds
         """NEW and JOINING: when it must be OPEN; CLOSING: when it must be gone."""
+        self._goodbye_until = inf
+        """CLOSING: how long the end is kept from a client that has said good-bye."""
         self._data, self._at = b"", 0
         """What is being parsed, and how far it is."""
         self._chunks: list[bytes] = []
@@ -469,6 +479,9 @@ class Connection:
                 self._hold(hold)
             case Release(hold):
                 self._release(hold, now)
+            case GoodbyeStored():
+                if self._goodbye_until < inf:
+                    self._end_socket(now)
             case Ended():
                 self._on_ended(now)
             case Lost():
@@ -534,10 +547,13 @@ class Connection:
             heard = self._keep_alive_seconds and Hold.FROZEN not in self.holds  # it may have spoken: nobody reads
             silent = self._last_seen + 1.5 * self._keep_alive_seconds if heard else inf
             return min(silent, self._expires_at, self._close_at)
-        return inf if self.state is State.CLOSED else self._close_at
+        return inf if self.state is State.CLOSED else min(self._close_at, self._goodbye_until)
 
     def _on_tick(self, now: float) -> None:
         if now < self.deadline:
+            return
+        if now >= self._goodbye_until:
+            self._end_socket(now)
             return
         if now >= self._close_at:
             why = "its last word was not read" if self.closed else "no CONNECT in time"
@@ -618,6 +634,9 @@ class Connection:
 
     def _on_ended(self, now: float) -> None:
         if self.closed:
+            if self._goodbye_until < inf:
+                self._ended = True
+                self._end_socket(now)
             return
         self._ended = True
         if not self.keeps_open:
@@ -814,7 +833,7 @@ class Connection:
     def _on_stored_one(self, qos: int, packet_id: int, ok: bool, now: float) -> None:
         if not ok:
             if qos == 2:
-                self._inbound.release(packet_id)
+                self._inbound.failed(packet_id)
             if not self.closed:
                 self._close(Reason.SERVER_BUSY, "publishes could not be stored", now)
             return
@@ -877,6 +896,14 @@ class Connection:
         self._move(State.CLOSING)
         self._data, self._at, self.waiting = b"", 0, 0
         self._chunks.clear()
+        if goodbye and not self._ended:
+            # A client that waits for the end knows that its good-bye is durable.
+            self._close_at, self._goodbye_until = inf, now + self._settings.goodbye_seconds
+        else:
+            self._end_socket(now)
+
+    def _end_socket(self, now: float) -> None:
+        self._goodbye_until = inf
         self._effects.append(CloseSocket() if self._ended else EndSending())
         self._close_at = now + self._settings.linger_seconds
 

@@ -90,6 +90,7 @@ class Front:
 
     def gone(self, connection: Connection) -> None:
         self.sockets.discard(connection)
+        self._sessions.socket_gone(connection)
 
     def leave(self, connection: Connection, goodbye: bool, expiry: int | None) -> None:
         """The connection no longer serves its session."""

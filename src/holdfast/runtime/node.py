@@ -148,6 +148,7 @@ class Node:
             self.ingest,
             self.delivery,
             self.sessions.save,
+            self.sessions.note,
             self.control,
             self.groups,
             self.notices,

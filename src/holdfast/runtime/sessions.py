@@ -45,11 +45,11 @@ from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.shared import LoanFeed
-from holdfast.sessions.stored import content_of, filters_of, restore
+from holdfast.sessions.stored import RetainedBefore, content_of, filters_of, restore
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
 from holdfast.sessions.trimmed import Policy
-from holdfast.sessions.window import RELEASED, Delivery
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 from holdfast.settings import SessionSettings
 
 logger = logging.getLogger("holdfast.sessions")
@@ -148,6 +148,8 @@ class Sessions:
         self._endings: dict[str, Ending] = {}
         self._kicked: dict[str, asyncio.Event] = {}
         """Client ids that were asked to be let go, for an operator; set when somebody has answered."""
+        self._goodbyes: dict[str, Connection] = {}
+        """Connections that wait for their good-bye to be stored, by token."""
         self.connections: dict[str, Connection] = {}
         """Open connections that are welcome, by client id."""
         self._events: deque[tuple[str, life.Event]] = deque()
@@ -288,7 +290,7 @@ class Sessions:
     def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
         match effect:
             case life.WriteRow(write):
-                self._rows.write(write, lambda answer: self._written(live, write, answer))
+                self._write(live, write)
             case life.ReadRow(number):
                 self._rows.read(client_id, number, lambda found: self._answer(live, found))
             case life.Welcome():
@@ -303,7 +305,10 @@ class Sessions:
                 if (claim := self._claims.pop(token, None)) is not None and not claim.answer.done():
                     claim.answer.set_exception(PeerError("the session cannot be had just now", reason))
             case life.Close(token, reason):
-                if reason is not None and (claim := self._claims.get(token)) is not None:
+                if reason is None:
+                    if (said_goodbye := self._goodbyes.pop(token, None)) is not None:
+                        said_goodbye.handle(mc.GoodbyeStored())
+                elif (claim := self._claims.get(token)) is not None:
                     self._end_claim(claim, reason)
             case life.Freeze(token):
                 if (claim := self._claims.get(token)) is not None:
@@ -324,6 +329,14 @@ class Sessions:
         client_id = live.machine.client_id
         if self._live.get(client_id) is live:
             self._give(client_id, answer)
+
+    def _write(self, live: Live, write: RowWrite) -> None:
+        """Let go of it only when all that it published is stored: whoever is next reads which of that is."""
+        inbound = live.inbound if live.session is None else live.session.inbound
+        if inbound is None or write.row.lease is not None:
+            self._rows.write(write, lambda answer: self._written(live, write, answer))
+        else:
+            inbound.when_settled(lambda: self._rows.write(write, lambda answer: self._written(live, write, answer)))
 
     def _written(self, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
         row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
@@ -374,9 +387,12 @@ class Sessions:
             return
         self._groups.returned(connection, session)
         try:
+            if session.inbound.in_doubt:
+                received = await self._rows.ask(self._rows.table.received, [client_id])
+                session.inbound.found(received.get(client_id, ()))
             await self._send_again(connection, session)
         except HoldfastError as error:
-            logger.error("%s: what was in flight cannot be sent again: %s", client_id, error)
+            logger.error("%s: what was in flight cannot be read: %s", client_id, error)
             connection.close(Reason.SERVER_BUSY)
         if connection.session is not session or connection.outlet is None:
             return
@@ -463,9 +479,13 @@ class Sessions:
                 return
             out, now = [], time.time()
             for packet_id, delivery in some:
-                if packet_id not in found and delivery.qos != RELEASED:
+                if packet_id not in found and delivery.qos == 1:
                     session.window.drop(packet_id)  # nobody has it any more
                     continue
+                if packet_id not in found:
+                    # A client that has half of it would take another message under this id for the same one.
+                    delivery = Delivery(NOBODY, 0, RELEASED)
+                    session.window.restore(packet_id, delivery)
                 rows, row = found.get(packet_id, (None, 0))
                 packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, now)
                 if len(packet) <= outlet.packet_max:
@@ -480,6 +500,9 @@ class Sessions:
             origin = delivery.origin
             if isinstance(origin, RetainedOrigin):
                 found[packet_id] = (origin.rows, delivery.offset)
+            elif isinstance(origin, RetainedBefore):
+                if (now := self._delivery.machine.retained.one(origin.topic, origin.time, time.time())) is not None:
+                    found[packet_id] = (now, 0)
             elif isinstance(origin, StreamOrigin | LoanFeed) and delivery.qos != RELEASED:
                 wanted.setdefault(origin.stream, {})[delivery.offset] = packet_id
         for stream, ids in wanted.items():
@@ -494,11 +517,17 @@ class Sessions:
         claim = self._claims.pop(connection.claim, None)
         if claim is None:
             return
+        if goodbye:
+            self._goodbyes[claim.token] = connection
         if expiry is not None:
             expiry = self.bounded_expiry(expiry)
         self._give(claim.client_id, life.Gone(claim.token, goodbye, expiry))
         if not claim.answer.done():
             claim.answer.cancel()
+
+    def socket_gone(self, connection: Connection) -> None:
+        """It waits for nothing any more."""
+        self._goodbyes.pop(connection.claim, None)
 
     def _detach(self, live: Live, claim: Claim) -> None:
         """Nobody is connected to it here any more."""
@@ -542,6 +571,13 @@ class Sessions:
         saving = live.saving[self._numbers] = asyncio.get_running_loop().create_future()
         self._give(session.client_id, life.Subscribed(self._numbers))
         await saving
+
+    def note(self, session: Session) -> None:
+        """Its subscriptions are to be known elsewhere, some time soon."""
+        live = self._live.get(session.client_id)
+        if live is not None and live.session is session:
+            self._numbers += 1
+            self._give(session.client_id, life.Subscribed(self._numbers))
 
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""
