@@ -212,6 +212,13 @@ class Sessions:
             self._give(client_id, TICK)
         self._watch_lapse()
 
+    def look_at_clock(self) -> None:
+        """Freeze everybody if the lease is over: a process that stood still hears of other things before its timers."""
+        if self._lapse is not None and self.frozen:
+            self._lapse.cancel()
+            self._lapse = None
+            self._tick_all()
+
     def _watch_lapse(self) -> None:
         if self._lapse is not None:
             self._lapse.cancel()
@@ -474,6 +481,9 @@ class Sessions:
         for at in range(0, len(flights), AGAIN_AT_ONCE):
             some = flights[at : at + AGAIN_AT_ONCE]
             found = await self._fetch(some)
+            self.look_at_clock()
+            if self.frozen:
+                raise StoreError("this node's lease is over")
             outlet = connection.outlet
             if connection.session is not session or outlet is None:
                 return
