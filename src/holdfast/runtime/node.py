@@ -148,6 +148,7 @@ class Node:
             self.ingest,
             self.delivery,
             self.sessions.save,
+            self.sessions.note,
             self.control,
             self.groups,
             self.notices,
@@ -178,6 +179,7 @@ class Node:
         self.delivery.on_streams_changed = self.groups.streams_changed
         self.delivery.on_loan_news = self.groups.report
         self.delivery.ask_clock = self.groups.see_clock
+        self.delivery.look_at_clock = self.sessions.look_at_clock
         self.groups.start()
         # Our own commits are delivered by the ingest itself.
         self._watch = self.log.watch(

@@ -217,6 +217,13 @@ class Sessions:
             self._give(client_id, TICK)
         self._watch_lapse()
 
+    def look_at_clock(self) -> None:
+        """Freeze everybody if the lease is over: a process that stood still hears of other things before its timers."""
+        if self._lapse is not None and self.frozen:
+            self._lapse.cancel()
+            self._lapse = None
+            self._tick_all()
+
     def _watch_lapse(self) -> None:
         if self._lapse is not None:
             self._lapse.cancel()
@@ -493,6 +500,9 @@ class Sessions:
         for at in range(0, len(flights), AGAIN_AT_ONCE):
             some = flights[at : at + AGAIN_AT_ONCE]
             found = await self._fetch(some)
+            self.look_at_clock()
+            if self.frozen:
+                raise StoreError("this node's lease is over")
             outlet = connection.outlet
             if connection.session is not session or outlet is None:
                 return
@@ -590,6 +600,13 @@ class Sessions:
         saving = live.saving[self._numbers] = asyncio.get_running_loop().create_future()
         self._give(session.client_id, life.Subscribed(self._numbers))
         await saving
+
+    def note(self, session: Session) -> None:
+        """Its subscriptions are to be known elsewhere, some time soon."""
+        live = self._live.get(session.client_id)
+        if live is not None and live.session is session:
+            self._numbers += 1
+            self._give(session.client_id, life.Subscribed(self._numbers))
 
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""
