@@ -191,11 +191,26 @@ def test_it_leaves_once_whatever_ends_it_first():
 def test_a_good_bye_voids_the_will_and_may_change_the_expiry():
     machine = opened(welcome={"session_expiry": 100})
     packet = codec.encode_disconnect(p.Disconnect(0, {"session_expiry": 5}), 5)
-    (leave, end) = machine.handle(mc.Received(packet), 0.0)
-    assert (leave.goodbye, leave.expiry) == (True, 5) and isinstance(end, mc.EndSending)
+    (leave,) = machine.handle(mc.Received(packet), 0.0)
+    assert (leave.goodbye, leave.expiry) == (True, 5)
     machine = opened(welcome={"session_expiry": 0})
     effects = machine.handle(mc.Received(packet), 0.0)
     assert written(effects)[2] == Reason.PROTOCOL_ERROR, "a session that ends with it cannot be revived"
+
+
+def test_the_end_is_kept_from_a_client_that_says_good_bye_until_that_is_stored():
+    goodbye = mc.Received(codec.encode_disconnect(p.Disconnect(), 5))
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.handle(mc.GoodbyeStored(), 0.2) == [mc.EndSending()]
+    assert machine.handle(mc.GoodbyeStored(), 0.3) == []
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.deadline == 1.0
+    assert machine.handle(TICK, 1.0) == [mc.EndSending()], "it does not wait for ever"
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.handle(mc.Ended(), 0.1) == [mc.CloseSocket()], "who does not wait is let go"
 
 
 def test_what_was_sent_before_the_end_of_the_stream_still_counts():

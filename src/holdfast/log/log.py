@@ -16,6 +16,7 @@ import pyarrow as pa
 from holdfast.errors import CorruptBlock, RequestError, UnknownStream
 from holdfast.log import blocks, index, small
 from holdfast.log.cache import BlockCache
+from holdfast.log.clock import SteadyClock
 from holdfast.log.contract import (
     Appended,
     AppendKey,
@@ -89,6 +90,8 @@ class Log:
         self.manifest = manifest
         """What the lake holds of these logs; None where the store can have no lake."""
         self.clock = clock
+        self.steady: Callable[[], Micros] = SteadyClock(lambda: self.clock())
+        """For whatever deletes what has become old."""
         self._on_close = on_close
         self.cache = BlockCache()
         self._watcher = watcher

@@ -136,7 +136,10 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def close(self, reason: int) -> None:
-        self.handle(mc.Close(reason))
+        self.handle(mc.Close(reason, self._elsewhere(reason)))
+
+    def _elsewhere(self, reason: int) -> str:
+        return self._front.another_server or "" if reason == Reason.USE_ANOTHER_SERVER else ""
 
     def _arm(self) -> None:
         """One timer, which goes off no later than the deadline; one that went off too early is set again."""
@@ -149,7 +152,8 @@ class Connection(asyncio.Protocol):
 
     def _tick(self) -> None:
         self._timer, self._armed = None, inf
-        self.handle(TICK)
+        if self._loop.time() >= self.machine.deadline:
+            self.handle(TICK)
         if self._timer is None:
             self._arm()
 
@@ -198,7 +202,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, reason: int, version: int) -> None:
         self._front.metrics.refused.inc()
-        self.handle(mc.Refuse(reason, version))
+        self.handle(mc.Refuse(reason, version, self._elsewhere(reason)))
 
     def _publishes(self, effect: mc.Publishes) -> None:
         session, ingest = self.session, self._front.ingest
