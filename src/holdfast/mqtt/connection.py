@@ -176,6 +176,13 @@ class StoredOne:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The store has forgotten the id of a QoS 2 publish: the client may use it again."""
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredBefore:
     """A QoS 2 publish that was sent again: what became of the first one is known by now."""
 
@@ -257,6 +264,7 @@ ConnectionEvent = (
     | Stored
     | StoredOne
     | StoredBefore
+    | Forgotten
     | StoreFailed
     | Answered
     | Say
@@ -339,6 +347,13 @@ class PublishControl:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """A PUBREL: let the store forget this id, and answer Forgotten."""
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class AfterCommit:
     """Give this event back when everything that was published before is durable, or refused."""
 
@@ -394,6 +409,7 @@ ConnectionEffect = (
     | PublishOne
     | PublishControl
     | AfterCommit
+    | Forget
     | InNextTurn
     | Acked
     | AckedOne
@@ -471,6 +487,8 @@ class Connection:
                 self._on_stored_one(qos, packet_id, ok, now)
             case StoredBefore(packet_id):
                 self._on_stored_before(packet_id, now)
+            case Forgotten(packet_id):
+                self._on_forgotten(packet_id)
             case Tick():
                 self._on_tick(now)
             case SocketFull(full):
@@ -855,13 +873,18 @@ class Connection:
             self._close(Reason.SERVER_BUSY, "publishes could not be stored", now)
 
     def _on_pubrel(self, packet: p.Pubrel) -> None:
-        if self._inbound.release(packet.packet_id):
-            self.under_way = max(0, self.under_way - 1)
-            self._write(b"\x70\x02" + PACKET_IDS[packet.packet_id])
+        if packet.packet_id in self._inbound:
+            self._effects.append(Forget(packet.packet_id))
         elif self.version == p.V5:
             self._write(codec.encode(p.Pubcomp(packet.packet_id, Reason.PACKET_ID_NOT_FOUND), self.version))
         else:
             self._write(b"\x70\x02" + PACKET_IDS[packet.packet_id])
+
+    def _on_forgotten(self, packet_id: int) -> None:
+        if packet_id in self._inbound:
+            self._inbound.release(packet_id)
+            self.under_way = max(0, self.under_way - 1)
+        self._write(b"\x70\x02" + PACKET_IDS[packet_id])
 
     def _on_disconnect(self, packet: p.Disconnect, now: float) -> None:
         expiry = packet.properties.get("session_expiry")

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 
 
 class Inbound:
-    """Packet ids between PUBLISH and PUBREL, and whether each is stored. Only connections of the session change them.
+    """Packet ids between PUBLISH and PUBCOMP, and whether each is stored. Only connections of the session change them.
 
     A client may come back and send a publish again while the first one is still on its way to the log. So whoever
     lets go of the session waits until every one of them is stored or has failed: whoever is next reads what is stored.
+    A client that has its PUBCOMP gives the id to another message: so the store must have forgotten it before.
     """
 
-    __slots__ = ("_stored", "_waiting", "born", "in_doubt", "on_released")
+    __slots__ = ("_stored", "_waiting", "born", "forget", "in_doubt")
 
     def __init__(self, packet_ids: Iterable[int] = (), born: str = ""):
         self._stored = dict.fromkeys(packet_ids, True)
@@ -21,8 +22,8 @@ class Inbound:
         """The life of the session that they are stored under; empty: nothing outlives the connection."""
         self.in_doubt = False
         """One has failed, and may be stored all the same: the store is to be asked before more are taken."""
-        self.on_released: Callable[[int], None] | None = None
-        """Told of each that need not be stored any more."""
+        self.forget: Callable[[int, Callable[[], None]], None] = lambda packet_id, forgotten: forgotten()
+        """Let the store forget this id, then say so."""
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -71,9 +72,7 @@ class Inbound:
     def is_stored(self, packet_id: int) -> bool:
         return self._stored.get(packet_id, False)
 
-    def release(self, packet_id: int) -> bool:
-        """PUBREL; whether the id was known."""
-        known = self._stored.pop(packet_id, None) is not None
-        if known and self.on_released is not None:
-            self.on_released(packet_id)
-        return known
+    def release(self, packet_id: int) -> None:
+        """The store has forgotten it."""
+        self._stored.pop(packet_id, None)
+        self._settled()

@@ -245,6 +245,10 @@ class Connection(asyncio.Protocol):
         reason, why = self._front.publish_control(self, effect.topic, effect.payload)
         self.handle(mc.Answered(effect.qos, effect.packet_id, reason, why))
 
+    def _forget(self, effect: mc.Forget) -> None:
+        if self.session is not None:
+            self.session.inbound.forget(effect.packet_id, lambda: self.handle(mc.Forgotten(effect.packet_id)))
+
     def _after_commit(self, effect: mc.AfterCommit) -> None:
         self._front.ingest.in_turn(lambda _: self.handle(effect.event))
 
@@ -346,6 +350,7 @@ _PERFORM: dict[type, Callable[[Connection, Any], None]] = {
     mc.PublishOne: Connection._publish_one,
     mc.PublishControl: Connection._publish_control,
     mc.AfterCommit: Connection._after_commit,
+    mc.Forget: Connection._forget,
     mc.InNextTurn: Connection._in_next_turn,
     mc.Acked: Connection._acked,
     mc.AckedOne: Connection._acked_one,

@@ -464,7 +464,7 @@ class Sessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.on_released = lambda packet_id: self._rows.release((client_id, born, packet_id))
+        inbound.forget = lambda packet_id, forgotten: self._rows.release((client_id, born, packet_id), forgotten)
         session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
