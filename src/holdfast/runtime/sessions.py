@@ -513,7 +513,7 @@ class Sessions:
         live.session = live.claim = None
         if session is None:
             return
-        session.positions.on_moved = _nothing
+        session.positions.let_go()
         live.inbound = session.inbound
         for saving in live.saving.values():
             saving.cancel()
@@ -576,9 +576,6 @@ class Sessions:
         for timer in (self._timer, self._lapse):
             if timer is not None:
                 timer.cancel()
-
-
-def _nothing() -> None: ...
 
 
 def _stored(will: p.Will | None, expiry_secs: int) -> StoredWill | None:
