@@ -243,6 +243,8 @@ def bench_flush(options: argparse.Namespace) -> bool:
     """Publishes while the cursors of live subscribers are saved."""
     count, per_second, ok = options.sessions, 2_000, True
     with one_node(options.store) as node, Clients(node, count, everyone=True) as clients:
+        alone = _paced(load_on(node), int(per_second * options.seconds / 2), per_second)
+        note("for comparison, publishes to nobody at the same pace", spread(alone.ack_seconds, "µs", 1e6))
         clients.arrive(new=True)
         time.sleep(6.0)  # not for correctness: what their coming has left to be flushed is not measured
         # A message to each in turn: whoever is flushed, others are being delivered to.

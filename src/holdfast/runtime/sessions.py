@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Protocol, cast
 
@@ -59,6 +60,7 @@ Welcomed = Callable[[Session, bool], None]
 
 WAITING_MAX = 10_000
 """More CONNECTs than this do not wait for the store."""
+MOVED = life.Moved()
 TICKS_AT_ONCE = 20
 """So many machines are told the time in one turn of the loop."""
 AGAIN_AT_ONCE = 500
@@ -227,7 +229,7 @@ class Sessions:
         if live is None:
             if not isinstance(event, life.Connect):
                 return
-            machine = SessionLife(client_id, self.node, lambda leaving: self._content(client_id, leaving))
+            machine = SessionLife(client_id, self.node, partial(self._content, client_id))
             live = self._live[client_id] = Live(machine)
         try:
             for effect in live.machine.handle(event, time.monotonic()):
@@ -414,7 +416,8 @@ class Sessions:
             self._groups.session_ended(claim.client_id)
         live.session, live.claim = session, claim
         self.connections[claim.client_id] = claim.connection
-        claim.welcomed(session, welcome.session_present)
+        welcomed, claim.welcomed = claim.welcomed, _welcomed  # nor is the CONNECT kept for as long as it is connected
+        welcomed(session, welcome.session_present)
         if not claim.answer.done():
             claim.answer.set_result(welcome.session_present)
 
@@ -426,8 +429,11 @@ class Sessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.on_released = lambda packet_id: self._rows.release((client_id, born, packet_id))
+        inbound.on_released = partial(self._released, client_id, born)
         session.inbound = inbound
+
+    def _released(self, client_id: str, born: str, packet_id: int) -> None:
+        self._rows.release((client_id, born, packet_id))
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
         """PeerError: it cannot be had as things are."""
@@ -442,7 +448,7 @@ class Sessions:
             logger.warning("%s: %s from offset %d on is gone: %s", row.client_id, gap.stream, gap.first, gap.reason)
         if decision.refuse:
             raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
-        session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
+        session.positions.on_moved = partial(self._give, row.client_id, MOVED)  # and not the row, which gets old
         return session
 
     def _sent_before(self, heads: Heads) -> Mapping[Stream, int]:
@@ -576,6 +582,9 @@ class Sessions:
         for timer in (self._timer, self._lapse):
             if timer is not None:
                 timer.cancel()
+
+
+def _welcomed(session: Session, present: bool) -> None: ...
 
 
 def _stored(will: p.Will | None, expiry_secs: int) -> StoredWill | None:
