@@ -282,6 +282,8 @@ class Paced:
     late_seconds: Sequence[float]
     """How long after its time each publish left: what the generator itself adds."""
     cpu_seconds: float
+    acked_at: dict[int, int] = field(default_factory=dict)
+    """By the time sent that a message carries: when its acknowledgement came. Both in nanoseconds."""
 
 
 def publish_paced(pipe: Connection, load: Load, count: int, per_second: float) -> Paced:
@@ -296,6 +298,7 @@ def publish_paced(pipe: Connection, load: Load, count: int, per_second: float) -
         sock.setblocking(False)
     ack_seconds: list[float] = []
     late: list[float] = []
+    acked_at: dict[int, int] = {}
     rendezvous(pipe)
     begin, cpu = time.monotonic(), time.process_time()
     give_up = begin + load.seconds_max
@@ -321,7 +324,9 @@ def publish_paced(pipe: Connection, load: Load, count: int, per_second: float) -
                 place = acked[who] % RING * 4
                 if chunk[at : at + 4] != rings[who].acks[place : place + 4] or not waiting[who]:
                     raise Wrong(f"acknowledgement {chunk[at : at + 4].hex(' ')} is not the next one")
-                ack_seconds.append(moment - waiting[who].popleft())
+                begun = waiting[who].popleft()
+                ack_seconds.append(moment - begun)
+                acked_at[int(begun * 1e9)] = int(moment * 1e9)
                 acked[who] += 1
         if time.monotonic() > give_up:
             raise Wrong(f"{len(ack_seconds):,} of {count:,} publishes acknowledged in {load.seconds_max} s")
@@ -329,7 +334,7 @@ def publish_paced(pipe: Connection, load: Load, count: int, per_second: float) -
     for sock in socks:
         sock.setblocking(True)
         disconnect(sock)
-    return Paced(count, seconds, ack_seconds, late, cpu)
+    return Paced(count, seconds, ack_seconds, late, cpu, acked_at)
 
 
 # -- receiving --------------------------------------------------------------------------------------------------
@@ -424,6 +429,8 @@ class Received:
     latency_seconds: Sequence[float]
     """From the moment a publish was handed to the kernel to its delivery; empty unless asked for."""
     cpu_seconds: float
+    received_at: dict[int, int]
+    """By the time sent that a message carries: when it came. Both in nanoseconds; empty unless asked for."""
 
 
 def receive(
@@ -470,7 +477,8 @@ def receive(
         raise Wrong(f"{reader.count:,} deliveries of {count:,}, and {filled} more bytes")
     expect_silence(sock)
     disconnect(sock)
-    return Received(count, begin, end, latencies(stamps), cpu)
+    received_at = {int(sent): received for received, many in stamps for sent in many}
+    return Received(count, begin, end, latencies(stamps), cpu, received_at)
 
 
 def expect_silence(sock: socket.socket) -> None:

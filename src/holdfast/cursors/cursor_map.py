@@ -12,7 +12,7 @@ rule: *done* is said of streams whose end nobody here knows, so it is a number l
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from holdfast.cursors.cursor import Cursor
 from holdfast.model import Stream
@@ -132,6 +132,15 @@ class CursorMap:
                     del self.streams[generation]
         else:
             self.streams.setdefault(generation, {})[shard] = progress
+
+    def set_generation(self, generation: int, shards: Mapping[int, Progress]) -> None:
+        """This is what is done in the streams of a generation, whatever was; the default in those not named."""
+        default = self.default(generation)
+        kept = {shard: progress for shard, progress in shards.items() if progress != default}
+        if kept:
+            self.streams[generation] = kept
+        else:
+            self.streams.pop(generation, None)
 
     def add(self, stream: Stream, progress: Progress) -> None:
         """This is done as well."""

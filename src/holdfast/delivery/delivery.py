@@ -356,6 +356,7 @@ class Delivery:
         for feed in list(outlet.loans):
             self._stop_loan(outlet, feed)
         self._end(outlet.own)
+        del outlet.own  # they refer to each other: nobody should have to search for what is left of a connection
         outlet.retained.clear()
 
     def _on_streams(self, seen: StreamsSeen, now: float, effects: list[DeliveryEffect]) -> None:

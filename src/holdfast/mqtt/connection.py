@@ -40,6 +40,10 @@ class State(Enum):
     CLOSING = auto()
     CLOSED = auto()
 
+    __hash__ = object.__hash__  # by its name, as enums have it, is a call for each look into a table
+
+
+_CLOSED = (State.CLOSING, State.CLOSED)
 
 LEGAL: dict[State, set[State]] = {
     State.NEW: {State.JOINING, State.CLOSING, State.CLOSED},
@@ -67,6 +71,8 @@ class Hold(Enum):
     """It has had its share of this turn."""
     FROZEN = auto()
     """The node may not serve its session just now."""
+
+    __hash__ = object.__hash__
 
 
 _AT_ONCE = frozenset((Hold.COMMIT, Hold.UNREAD, Hold.FROZEN))
@@ -543,7 +549,7 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        return self.state in (State.CLOSING, State.CLOSED)
+        return self.state in _CLOSED
 
     @property
     def open(self) -> bool:
@@ -661,6 +667,8 @@ class Connection:
             self._close_at = now + self._settings.linger_seconds
 
     def _parse(self, now: float) -> None:
+        if not self._chunks and self._at >= len(self._data):
+            return
         if self._chunks:
             rest = self._data[self._at :]
             self._data = b"".join((rest, *self._chunks)) if rest or len(self._chunks) > 1 else self._chunks[0]

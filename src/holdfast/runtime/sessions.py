@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Protocol, cast
 
@@ -60,6 +61,7 @@ Welcomed = Callable[[Session, bool], None]
 
 WAITING_MAX = 10_000
 """More CONNECTs than this do not wait for the store."""
+MOVED = life.Moved()
 TICKS_AT_ONCE = 20
 """So many machines are told the time in one turn of the loop."""
 AGAIN_AT_ONCE = 500
@@ -252,7 +254,7 @@ class Sessions:
         if live is None:
             if not isinstance(event, life.Connect):
                 return
-            machine = SessionLife(client_id, self.node, lambda leaving: self._content(client_id, leaving))
+            machine = SessionLife(client_id, self.node, partial(self._content, client_id))
             live = self._live[client_id] = Live(machine)
         try:
             for effect in live.machine.handle(event, time.monotonic()):
@@ -452,7 +454,8 @@ class Sessions:
             self._groups.session_ended(claim.client_id)
         live.session, live.claim = session, claim
         self.connections[claim.client_id] = claim.connection
-        claim.welcomed(session, welcome.session_present)
+        welcomed, claim.welcomed = claim.welcomed, _welcomed  # nor is the CONNECT kept for as long as it is connected
+        welcomed(session, welcome.session_present)
         if not claim.answer.done():
             claim.answer.set_result(welcome.session_present)
 
@@ -464,8 +467,11 @@ class Sessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.forget = lambda packet_id, forgotten: self._rows.release((client_id, born, packet_id), forgotten)
+        inbound.forget = partial(self._forget, client_id, born)
         session.inbound = inbound
+
+    def _forget(self, client_id: str, born: str, packet_id: int, forgotten: Callable[[], None]) -> None:
+        self._rows.release((client_id, born, packet_id), forgotten)
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
         """PeerError: it cannot be had as things are."""
@@ -480,12 +486,12 @@ class Sessions:
             logger.warning("%s: %s from offset %d on is gone: %s", row.client_id, gap.stream, gap.first, gap.reason)
         if decision.refuse:
             raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
-        session.positions.on_moved = lambda: self._moved(row.client_id)
+        session.positions.on_moved = partial(self._moved, row.client_id)  # and not the row, which gets old
         return session
 
     def _moved(self, client_id: str) -> None:
         """In the next turn: now it is in the middle of sending, or of taking acknowledgements."""
-        asyncio.get_running_loop().call_soon(self._give, client_id, life.Moved())
+        asyncio.get_running_loop().call_soon(self._give, client_id, MOVED)
 
     def _sent_before(self, heads: Heads) -> Mapping[Stream, int]:
         """How far streams had come. One copy for all that come within a second: an earlier owner is gone longer."""
@@ -564,7 +570,7 @@ class Sessions:
         live.session = live.claim = None
         if session is None:
             return
-        session.positions.on_moved = _nothing
+        session.positions.let_go()
         live.inbound = session.inbound
         for saving in live.saving.values():
             saving.cancel()
@@ -694,7 +700,7 @@ class Sessions:
                 timer.cancel()
 
 
-def _nothing() -> None: ...
+def _welcomed(session: Session, present: bool) -> None: ...
 
 
 def _unknown(client_id: str) -> UnknownSession:

@@ -26,6 +26,8 @@ class Content(NamedTuple):
     subscriptions: bytes = b""
     cursors: bytes = b""
     packets: bytes = b""
+    in_flight: bool = True
+    """Something may be in `packets` that was not answered."""
 
 
 class Departure(NamedTuple):

@@ -41,6 +41,8 @@ class Heads(dict[Stream, int]):
         self._lake_streams: dict[int, list[Stream]] = {}
         self._oldest_open: int | None = None
         self._kept: KeptGenerations | None = None
+        self._ends: dict[int, dict[int, int]] = {}
+        self._end: CursorMap | None = None
         for stream, head in (heads or {}).items():
             self[stream] = head
         self.seal(sealed)
@@ -56,6 +58,8 @@ class Heads(dict[Stream, int]):
         if stream not in self:
             self._streams.setdefault(stream.generation, []).append(stream)
             self._oldest_open = self._kept = None
+        self._end = None
+        self._ends.pop(stream.generation, None)
         super().__setitem__(stream, head)
 
     def __delitem__(self, stream: Stream) -> None:
@@ -65,7 +69,8 @@ class Heads(dict[Stream, int]):
         left.remove(stream)
         if not left:
             del self._streams[stream.generation]
-        self._oldest_open = self._kept = None
+        self._ends.pop(stream.generation, None)
+        self._oldest_open = self._kept = self._end = None
 
     def setdefault(self, stream: Stream, head: int = 0, /) -> int:
         if stream not in self:
@@ -74,10 +79,10 @@ class Heads(dict[Stream, int]):
 
     def seal(self, streams: Iterable[Stream]) -> None:
         self.sealed.update(streams)
-        self._oldest_open = None
+        self._oldest_open = self._end = None
 
     def set_lake(self, lake: Mapping[Stream, int]) -> None:
-        self.lake, self._lake_streams, self._kept = lake, {}, None
+        self.lake, self._lake_streams, self._kept, self._ends, self._end = lake, {}, None, {}, None
         for stream in lake:
             self._lake_streams.setdefault(stream.generation, []).append(stream)
 
@@ -92,6 +97,14 @@ class Heads(dict[Stream, int]):
         """Streams of this generation, wherever they can be read."""
         found = self._streams.get(generation, [])
         return [*self._lake_streams[generation], *found] if generation in self._lake_streams else found
+
+    def ends(self, generation: int) -> Mapping[int, int]:
+        """How far the streams of this generation can be read, by shard; without those that are empty."""
+        found = self._ends.get(generation)
+        if found is None:
+            known = ((stream.shard, self.known(stream)) for stream in self.of_generation(generation))
+            found = self._ends[generation] = {shard: end for shard, end in known if end}
+        return found
 
     def every(self) -> dict[Stream, int]:
         """All streams that can be read, the lake's included."""
@@ -123,11 +136,11 @@ class Heads(dict[Stream, int]):
 
     def end(self) -> CursorMap:
         """Behind everything that is there."""
-        found = CursorMap.done_before(self.oldest_open)
-        for generation in range(self.oldest_open, self.newest + 1):
-            for stream in self.of_generation(generation):
-                found.set(stream, self.known(stream) or 0)
-        return found
+        if self._end is None:
+            self._end = CursorMap.done_before(self.oldest_open)
+            for generation in range(self.oldest_open, self.newest + 1):
+                self._end.set_generation(generation, self.ends(generation))
+        return self._end.copy()
 
     def beginning(self) -> CursorMap:
         """In front of everything that can still be read."""

@@ -61,6 +61,8 @@ class State(Enum):
     LEAVING = auto()
     """The connection is over; the last write is not durable yet."""
 
+    __hash__ = object.__hash__  # by its name, as enums have it, is a call for each look into a table
+
 
 LEGAL: dict[State, set[State]] = {
     State.NONE: {State.LOOKING},
@@ -885,7 +887,10 @@ class SessionLife:
         row, memory = self.row, self._memory
         if row is None or memory is None or not row.expiry_secs:
             return False
-        return memory != _content_of(row)
+        if memory.subscriptions != row.subscriptions or memory.cursors != row.cursors:
+            return True
+        # Of packet ids that were all answered it only matters which came last, so that the next begin elsewhere.
+        return memory.in_flight and memory.packets != row.packets
 
     def _take_numbers(self) -> list[int]:
         numbers, self._numbers = self._numbers, []

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from holdfast.cursors.cursor import Cursor
-from holdfast.cursors.cursor_map import DONE, CursorMap, Progress, past_of, to_cursor, union
+from holdfast.cursors.cursor_map import DONE, CursorMap, Progress, past_of, simplest, to_cursor, union
 from holdfast.errors import RequestError
 from holdfast.model import Stream
 from holdfast.sessions.positions import GAPS_MAX, Gap
@@ -72,7 +72,7 @@ def unpack_subscriptions(data: bytes, client_id: str) -> StoredSubscriptions:
     """RequestError, with the client's name, if it cannot be read. Nothing stored: no subscriptions."""
     if not data:
         return StoredSubscriptions()
-    found = _opened(b"s", data, StoredSubscriptions, "subscriptions", client_id)
+    found = _opened(b"s", data, _subscriptions_decoder, "subscriptions", client_id)
     for entry in found.entries:
         if not (0 <= entry.qos <= 2 and 0 <= entry.number < found.next_number):
             raise _damaged("subscriptions", client_id, f"{entry.filter!r} has QoS {entry.qos}, number {entry.number}")
@@ -137,7 +137,7 @@ def unpack_cursors(data: bytes, client_id: str) -> StoredCursors:
     """RequestError, with the client's name, if it cannot be read. Nothing stored: nothing is done."""
     if not data:
         return StoredCursors()
-    body = _opened(b"c", data, _CursorsBody, "cursors", client_id)
+    body = _opened(b"c", data, _cursors_decoder, "cursors", client_id)
     try:
         return StoredCursors(
             _map_from_ints(body.session),
@@ -242,32 +242,39 @@ def _map_from_ints(ints: Ints) -> CursorMap:
         spans.append((begin, left.offset()))
     found = CursorMap(spans)
     generation, shard = 0, 0
+    shards: dict[int, Progress] = {}
     while left:
         if step := left.number():
-            generation, shard = generation + step, 0
+            found.set_generation(generation, shards)
+            generation, shard, shards = generation + step, 0, {}
         first = left.number()
         if first < shard:
             raise ValueError(f"shard {first} of generation {generation} is not in order")
         count = left.count(1)
         shard = first + count
-        progress: list[Progress] = []
-        level = 0
-        for _ in range(count):
-            step_or_done = left.any()
-            if step_or_done is None:
-                progress.append(DONE)
-                continue
-            level += step_or_done
-            if not 0 <= level < DONE:
-                raise ValueError(f"{level} is no offset")
-            progress.append(level)
+        progress = _levels(left.several(count))
         for _ in range(left.count()):
             index = left.number()
             if index >= count:
                 raise ValueError(f"ranges of stream {index} among {count}")
-            progress[index] = _cursor_from_ints(past_of(progress[index]), left)
-        for at, each in enumerate(progress):
-            found.set(Stream("", first + at, generation), each)
+            progress[index] = simplest(_cursor_from_ints(past_of(progress[index]), left))
+        shards.update(enumerate(progress, first))
+    found.set_generation(generation, shards)
+    return found
+
+
+def _levels(steps: Ints) -> list[Progress]:
+    """Each from the one before; None where all is done."""
+    found: list[Progress] = []
+    level = 0
+    for step in steps:
+        if step is None:
+            found.append(DONE)
+            continue
+        level += step
+        if not 0 <= level < DONE:
+            raise ValueError(f"{level} is no offset")
+        found.append(level)
     return found
 
 
@@ -300,6 +307,13 @@ class _Reader:
             raise ValueError("it ends too early")
         self._at = at + 1
         return self._ints[at]
+
+    def several(self, count: int) -> Ints:
+        at = self._at
+        if at + count > len(self._ints):
+            raise ValueError("it ends too early")
+        self._at = at + count
+        return self._ints[at : at + count]
 
     def offset(self) -> int:
         found = self.any()
@@ -372,7 +386,7 @@ def unpack_packets(data: bytes, client_id: str, log: str) -> StoredPackets:
     """RequestError, with the client's name, if it cannot be read. Nothing stored: nothing is in flight."""
     if not data:
         return StoredPackets()
-    body = _opened(b"p", data, _PacketsBody, "packets in flight", client_id)
+    body = _opened(b"p", data, _packets_decoder, "packets in flight", client_id)
     try:
         flights = list(_flights_from_ints(body.runs, body.retained, log))
     except ValueError as error:
@@ -428,6 +442,9 @@ def _flights_from_ints(ints: list[int], retained: list[tuple[str, int]], log: st
 # ------------------------------------------------------------------------------------------------ bytes
 
 _encoder = msgspec.msgpack.Encoder()
+_subscriptions_decoder = msgspec.msgpack.Decoder(StoredSubscriptions)
+_cursors_decoder = msgspec.msgpack.Decoder(_CursorsBody)
+_packets_decoder = msgspec.msgpack.Decoder(_PacketsBody)
 _VERSION_BYTE = bytes((VERSION,))
 
 
@@ -436,14 +453,14 @@ def _framed(kind: bytes, value: object) -> bytes:
     return _VERSION_BYTE + zlib.crc32(body, kind[0]).to_bytes(4) + body
 
 
-def _opened(kind: bytes, data: bytes, form: type[T], what: str, client_id: str) -> T:
+def _opened(kind: bytes, data: bytes, decoder: msgspec.msgpack.Decoder[T], what: str, client_id: str) -> T:
     if data[0] != VERSION:
         raise _damaged(what, client_id, f"expected version {VERSION}, got {data[0]}")
     body = data[5:]
     if data[1:5] != zlib.crc32(body, kind[0]).to_bytes(4):
         raise _damaged(what, client_id, "the checksum does not match")
     try:
-        return msgspec.msgpack.decode(body, type=form)
+        return decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise _damaged(what, client_id, str(error)) from None
 

@@ -107,6 +107,11 @@ class Positions:
         if first:
             self.on_moved()
 
+    def let_go(self) -> None:
+        """The session is not served here any more."""
+        self.on_moved = _nothing
+        self._origins.clear()
+
     def origin(self, stream: Stream) -> StreamOrigin:
         found = self._origins.get(stream)
         if found is None:
@@ -142,6 +147,9 @@ class Positions:
             self.unread_from = generation + 1
             if generation in self.done.streams or self.done.default(generation) != DONE:
                 flying = _open_offsets(window)
+                had = self.done.streams.get(generation, {})
+                if not flying and not self.done.default(generation) and had == heads.ends(generation):
+                    continue  # nearly always: it is up to date
                 for stream in heads.of_generation(generation):
                     self._open_stream(stream, heads.known(stream) or 0, flying.get(stream, ()))
 
@@ -224,6 +232,16 @@ class Positions:
             return found
         return self.done.past(stream) if self.is_unread(stream) else heads.known(stream) or 0
 
+    def bring_up_live(self, heads: Heads, window: Window, waiting: Callable[[], dict[Stream, int]]) -> bool:
+        """The same as `bring_up` of all streams, for whoever is up to date and waits for nothing; else nothing."""
+        if self.behind or self.ahead or self.unread_from is not None or _open_offsets(window) or waiting():
+            return False
+        if heads.oldest_open > self._done_below:
+            self._done_below = heads.oldest_open
+            self._origins = {s: origin for s, origin in self._origins.items() if s.generation >= self._done_below}
+        self.done = heads.end()
+        return True
+
     def bring_up(
         self,
         streams: Iterable[Stream],
@@ -282,6 +300,8 @@ class Positions:
 
     def drop_covered(self) -> None:
         """What is done for every subscription need not be said of each."""
+        if (only := self._subscriptions.only) is not None and only.done is NOTHING_DONE:
+            return
         seen: dict[int, CursorMap] = {id(NOTHING_DONE): NOTHING_DONE}
         for subscription in self._subscriptions:
             had = subscription.done

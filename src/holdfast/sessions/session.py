@@ -137,6 +137,9 @@ class Session:
         if not self.attached:
             return
         positions, everything = self.positions, streams is None
+        if positions.bring_up_live(heads, self.window, self.outgoing.firsts):
+            positions.drop_covered()
+            return
         if streams is None:
             streams = self._unfinished(heads)
         if positions.bring_up(streams, heads, self.window, self.outgoing.firsts) or everything:
