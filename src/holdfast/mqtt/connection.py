@@ -183,6 +183,13 @@ class StoredBefore:
 
 
 @dataclass(frozen=True, slots=True)
+class IdFreed:
+    """The store knows this packet id no more: the client may use it again."""
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreFailed:
     """Publishes of this connection could not be stored: it must send them again."""
 
@@ -257,6 +264,7 @@ ConnectionEvent = (
     | Stored
     | StoredOne
     | StoredBefore
+    | IdFreed
     | StoreFailed
     | Answered
     | Say
@@ -339,6 +347,17 @@ class PublishControl:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeId:
+    """The client has released a QoS 2 publish whose packet id is stored: remove it, then answer IdFreed.
+
+    Were the client told sooner, it could use the id for something new, and whoever serves it next, after a crash, would
+    take that for the old one.
+    """
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class AfterCommit:
     """Give this event back when everything that was published before is durable, or refused."""
 
@@ -393,6 +412,7 @@ ConnectionEffect = (
     | Publishes
     | PublishOne
     | PublishControl
+    | FreeId
     | AfterCommit
     | InNextTurn
     | Acked
@@ -469,6 +489,8 @@ class Connection:
                 self._on_stored(inbox, heard)
             case StoredOne(qos, packet_id, ok):
                 self._on_stored_one(qos, packet_id, ok, now)
+            case IdFreed(packet_id):
+                self._on_id_freed(packet_id)
             case StoredBefore(packet_id):
                 self._on_stored_before(packet_id, now)
             case Tick():
@@ -852,13 +874,22 @@ class Connection:
             self._close(Reason.SERVER_BUSY, "publishes could not be stored", now)
 
     def _on_pubrel(self, packet: p.Pubrel) -> None:
-        if self._inbound.release(packet.packet_id):
-            self.under_way = max(0, self.under_way - 1)
-            self._write(b"\x70\x02" + PACKET_IDS[packet.packet_id])
+        if packet.packet_id in self._inbound:
+            if self._inbound.born:
+                self._inbound.free(packet.packet_id)
+                self._effects.append(FreeId(packet.packet_id))
+            else:
+                self._on_id_freed(packet.packet_id)
         elif self.version == p.V5:
             self._write(codec.encode(p.Pubcomp(packet.packet_id, Reason.PACKET_ID_NOT_FOUND), self.version))
         else:
             self._write(b"\x70\x02" + PACKET_IDS[packet.packet_id])
+
+    def _on_id_freed(self, packet_id: int) -> None:
+        """Another connection of the session may have asked for the same before."""
+        self._inbound.forget(packet_id)
+        self.under_way = max(0, self.under_way - 1)
+        self._write(b"\x70\x02" + PACKET_IDS[packet_id])
 
     def _on_disconnect(self, packet: p.Disconnect, now: float) -> None:
         expiry = packet.properties.get("session_expiry")

@@ -239,6 +239,11 @@ class Connection(asyncio.Protocol):
             session.client_id, effect.topic, effect.payload, effect.flags, effect.properties, done, received
         )
 
+    def _free_id(self, effect: mc.FreeId) -> None:
+        if self.session is not None:
+            freed = lambda: self.handle(mc.IdFreed(effect.packet_id))  # noqa: E731
+            self._front.free_id(self.session, effect.packet_id, freed)
+
     def _publish_control(self, effect: mc.PublishControl) -> None:
         if self.session is None:
             return
@@ -345,6 +350,7 @@ _PERFORM: dict[type, Callable[[Connection, Any], None]] = {
     mc.Publishes: Connection._publishes,
     mc.PublishOne: Connection._publish_one,
     mc.PublishControl: Connection._publish_control,
+    mc.FreeId: Connection._free_id,
     mc.AfterCommit: Connection._after_commit,
     mc.InNextTurn: Connection._in_next_turn,
     mc.Acked: Connection._acked,
