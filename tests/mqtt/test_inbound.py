@@ -18,12 +18,19 @@ def test_whoever_lets_go_waits_until_every_publish_is_stored_or_has_failed():
     assert said == ["settled", "at once"]
 
 
-def test_one_that_failed_may_be_stored_all_the_same():
+def test_one_that_failed_may_be_stored_all_the_same_and_stays_in_the_store():
     inbound = Inbound()
     inbound.take(4)
     inbound.failed(4)
     assert inbound.in_doubt and 4 not in inbound
     inbound.found([4])
     assert not inbound.in_doubt and inbound.is_stored(4)
-    inbound.release(4)
-    assert 4 not in inbound
+
+
+def test_whoever_lets_go_waits_until_what_was_released_is_removed():
+    inbound, said = Inbound({1}), []
+    inbound.free(1)
+    inbound.when_settled(lambda: said.append("settled"))
+    assert not said and 1 in inbound
+    inbound.forget(1)
+    assert said == ["settled"] and 1 not in inbound

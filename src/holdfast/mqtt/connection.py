@@ -182,15 +182,15 @@ class StoredOne:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The store has forgotten the id of a QoS 2 publish: the client may use it again."""
+class StoredBefore:
+    """A QoS 2 publish that was sent again: what became of the first one is known by now."""
 
     packet_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBefore:
-    """A QoS 2 publish that was sent again: what became of the first one is known by now."""
+class IdFreed:
+    """The store knows this packet id no more: the client may use it again."""
 
     packet_id: int
 
@@ -270,7 +270,7 @@ ConnectionEvent = (
     | Stored
     | StoredOne
     | StoredBefore
-    | Forgotten
+    | IdFreed
     | StoreFailed
     | Answered
     | Say
@@ -353,8 +353,12 @@ class PublishControl:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """A PUBREL: let the store forget this id, and answer Forgotten."""
+class FreeId:
+    """The client has released a QoS 2 publish whose packet id is stored: remove it, then answer IdFreed.
+
+    Were the client told sooner, it could use the id for something new, and whoever serves it next, after a crash, would
+    take that for the old one.
+    """
 
     packet_id: int
 
@@ -414,8 +418,8 @@ ConnectionEffect = (
     | Publishes
     | PublishOne
     | PublishControl
+    | FreeId
     | AfterCommit
-    | Forget
     | InNextTurn
     | Acked
     | AckedOne
@@ -491,10 +495,10 @@ class Connection:
                 self._on_stored(inbox, heard)
             case StoredOne(qos, packet_id, ok):
                 self._on_stored_one(qos, packet_id, ok, now)
+            case IdFreed(packet_id):
+                self._on_id_freed(packet_id)
             case StoredBefore(packet_id):
                 self._on_stored_before(packet_id, now)
-            case Forgotten(packet_id):
-                self._on_forgotten(packet_id)
             case Tick():
                 self._on_tick(now)
             case SocketFull(full):
@@ -882,16 +886,20 @@ class Connection:
 
     def _on_pubrel(self, packet: p.Pubrel) -> None:
         if packet.packet_id in self._inbound:
-            self._effects.append(Forget(packet.packet_id))
+            if self._inbound.born:
+                self._inbound.free(packet.packet_id)
+                self._effects.append(FreeId(packet.packet_id))
+            else:
+                self._on_id_freed(packet.packet_id)
         elif self.version == p.V5:
             self._write(codec.encode(p.Pubcomp(packet.packet_id, Reason.PACKET_ID_NOT_FOUND), self.version))
         else:
             self._write(b"\x70\x02" + PACKET_IDS[packet.packet_id])
 
-    def _on_forgotten(self, packet_id: int) -> None:
-        if packet_id in self._inbound:
-            self._inbound.release(packet_id)
-            self.under_way = max(0, self.under_way - 1)
+    def _on_id_freed(self, packet_id: int) -> None:
+        """Another connection of the session may have asked for the same before."""
+        self._inbound.forget(packet_id)
+        self.under_way = max(0, self.under_way - 1)
         self._write(b"\x70\x02" + PACKET_IDS[packet_id])
 
     def _on_disconnect(self, packet: p.Disconnect, now: float) -> None:

@@ -239,15 +239,16 @@ class Connection(asyncio.Protocol):
             session.client_id, effect.topic, effect.payload, effect.flags, effect.properties, done, received
         )
 
+    def _free_id(self, effect: mc.FreeId) -> None:
+        if self.session is not None:
+            freed = lambda: self.handle(mc.IdFreed(effect.packet_id))  # noqa: E731
+            self._front.free_id(self.session, effect.packet_id, freed)
+
     def _publish_control(self, effect: mc.PublishControl) -> None:
         if self.session is None:
             return
         reason, why = self._front.publish_control(self, effect.topic, effect.payload)
         self.handle(mc.Answered(effect.qos, effect.packet_id, reason, why))
-
-    def _forget(self, effect: mc.Forget) -> None:
-        if self.session is not None:
-            self.session.inbound.forget(effect.packet_id, lambda: self.handle(mc.Forgotten(effect.packet_id)))
 
     def _after_commit(self, effect: mc.AfterCommit) -> None:
         self._front.ingest.in_turn(lambda _: self.handle(effect.event))
@@ -349,8 +350,8 @@ _PERFORM: dict[type, Callable[[Connection, Any], None]] = {
     mc.Publishes: Connection._publishes,
     mc.PublishOne: Connection._publish_one,
     mc.PublishControl: Connection._publish_control,
+    mc.FreeId: Connection._free_id,
     mc.AfterCommit: Connection._after_commit,
-    mc.Forget: Connection._forget,
     mc.InNextTurn: Connection._in_next_turn,
     mc.Acked: Connection._acked,
     mc.AckedOne: Connection._acked_one,

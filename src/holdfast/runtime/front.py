@@ -97,6 +97,9 @@ class Front:
         self._control.gone(connection)
         self._sessions.leave(connection, goodbye, expiry)
 
+    def free_id(self, session: Session, packet_id: int, freed: Callable[[], None]) -> None:
+        self._sessions.free_id(session, packet_id, freed)
+
     def publish_control(self, connection: Connection, topic: str, payload: bytes) -> tuple[int, str]:
         """A PUBLISH to a topic that begins with `$`."""
         handler = self._control.handler(topic)

@@ -23,7 +23,8 @@ logger = logging.getLogger("holdfast.sessions")
 ROWS_MAX = 500
 ANSWERS_AT_ONCE = 25
 """So many who wait for a row are told in one turn of the loop."""
-RELEASE_AGAIN_SECONDS = 0.2
+AGAIN_SECONDS = 0.2
+"""How soon what could not be released is tried again."""
 T = TypeVar("T")
 
 
@@ -50,10 +51,10 @@ class SessionRows:
         """Rows, for the metrics."""
         self.received: dict[str, set[int]] = {}
         """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
-        self._released: list[tuple[ReceivedId, Callable[[], None]]] = []
-        self._releasing = False
         self._answers: deque[Callable[[], None]] = deque()
         self._answering = False
+        self._released: list[tuple[ReceivedId, Callable[[], None]]] = []
+        self._releasing = False
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -169,9 +170,9 @@ class SessionRows:
         else:
             self._answering = False
 
-    def release(self, received: ReceivedId, done: Callable[[], None]) -> None:
-        """Need not be known any more; `done` once that is durable, however long it takes."""
-        self._released.append((received, done))
+    def release(self, received: ReceivedId, released: Callable[[], None]) -> None:
+        """Need not be known any more; called back when no store knows it."""
+        self._released.append((received, released))
         if not self._releasing:
             self._releasing = True
             asyncio.get_running_loop().call_soon(self._release)
@@ -185,15 +186,17 @@ class SessionRows:
         releasing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.release, ids)
         releasing.add_done_callback(lambda done: self._was_released(some, done))
 
-    def _was_released(self, some: list[tuple[ReceivedId, Callable[[], None]]], releasing: asyncio.Future[None]) -> None:
-        if releasing.cancelled():
+    def _was_released(self, some: list[tuple[ReceivedId, Callable[[], None]]], done: asyncio.Future[None]) -> None:
+        if done.cancelled():
             return
-        if (error := releasing.exception()) is not None:
-            logger.warning("%d packet ids could not be released: %s", len(some), error, exc_info=_unless_ours(error))
-            self._released = [*some, *self._released]
-            asyncio.get_running_loop().call_later(RELEASE_AGAIN_SECONDS, self._release)
+        if done.exception() is not None:
+            logger.warning("%d packet ids could not be released: %s", len(some), done.exception())
+            # Before later ones: an id that was freed twice is free only once nobody is about to free it again.
+            self._released[:0] = some
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._release)
             return
-        self._answer([done for _, done in some])
+        for _, released in some:
+            released()
         self._release()
 
     def close(self) -> None:

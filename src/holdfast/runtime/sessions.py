@@ -467,11 +467,7 @@ class Sessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.forget = partial(self._forget, client_id, born)
         session.inbound = inbound
-
-    def _forget(self, client_id: str, born: str, packet_id: int, forgotten: Callable[[], None]) -> None:
-        self._rows.release((client_id, born, packet_id), forgotten)
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
         """PeerError: it cannot be had as things are."""
@@ -544,6 +540,10 @@ class Sessions:
             for offset, message in (await self._delivery.read_offsets(stream, list(ids))).items():
                 found[ids[offset]] = message
         return found
+
+    def free_id(self, session: Session, packet_id: int, freed: Callable[[], None]) -> None:
+        """Forget that a QoS 2 publish under this id is stored; then say so."""
+        self._rows.release((session.client_id, session.inbound.born, packet_id), freed)
 
     # -- a client goes -------------------------------------------------------------------------------------
 

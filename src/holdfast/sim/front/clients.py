@@ -115,7 +115,6 @@ class Client:
         self.wanted = True
         """It wants to be connected."""
         self._silent_until = 0.0
-        self._packet_id = 0
         self._published = 0
         self._identifier = 0
         run.truth.consumers[self.name] = Consumer(
@@ -207,12 +206,8 @@ class Client:
         link.socket.send(b"".join(codec.encode(packet, self.profile.version) for packet in packets))
 
     def _next_id(self) -> int:
-        if self.profile.low_ids:
-            self._packet_id = 0
-        while True:
-            self._packet_id = self._packet_id % 65_535 + 1
-            if self._packet_id not in self.unanswered and self._packet_id not in self.asked:
-                return self._packet_id
+        """The lowest that is free: the sooner an id is used again, the more a node must have forgotten by then."""
+        return next(number for number in range(1, 65_536) if number not in self.unanswered and number not in self.asked)
 
     # -- publishing ----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from holdfast.sim.front.world import Pending, Work
 if TYPE_CHECKING:
     from holdfast.sim.front.node import SimFront
 
-RELEASE_AGAIN_SECONDS = 0.05
+AGAIN_SECONDS = 0.05
 LATE_SECONDS = 3.0
 """A write that nobody knows the fate of lands within this long, or never: less than a deletion is kept."""
 
@@ -38,9 +38,9 @@ class SimRows:
         self._reads: list[tuple[str, int, Callable[[Found], None]]] = []
         self._writes: list[tuple[Write, Callable[[Written | Failed], None]]] = []
         self._released: list[tuple[ReceivedId, Callable[[], None]]] = []
-        self._to_release: Pending = self.world.pending()
         self._to_read: Pending = self.world.pending()
         self._to_write: Pending = self.world.pending()
+        self._to_release: Pending = self.world.pending()
         self.received: dict[str, set[int]] = {}
         """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
         front.spawn(self._read_for_ever())
@@ -129,9 +129,9 @@ class SimRows:
                 for (_, answer), verdict in zip(asked, verdicts, strict=True):
                     answer(Written(verdict))
 
-    def release(self, received: ReceivedId, done: Callable[[], None]) -> None:
-        """Need not be known any more; `done` once that is durable."""
-        self._released.append((received, done))
+    def release(self, received: ReceivedId, released: Callable[[], None]) -> None:
+        """Need not be known any more; called back when the store does not know it."""
+        self._released.append((received, released))
         self._to_release.settle()
 
     def _release_for_ever(self) -> Work:
@@ -141,11 +141,11 @@ class SimRows:
             some, self._released = self._released, []
             ids = [received for received, _ in some]
             try:
-                yield from self.call(lambda ids=ids: self.table.release(ids), late=False)  # type: ignore[misc]
+                yield from self.call(lambda ids=ids: self.table.release(ids))  # type: ignore[misc]
             except StoreDown:
-                yield RELEASE_AGAIN_SECONDS
-                self._released = [*some, *self._released]
+                yield AGAIN_SECONDS
+                self._released[:0] = some
                 self._to_release.settle()
             else:
-                for _, done in some:
-                    done()
+                for _, released in some:
+                    released()

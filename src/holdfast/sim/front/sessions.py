@@ -312,7 +312,6 @@ class SimSessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.forget = lambda packet_id, forgotten: self.front.rows.release((client_id, born, packet_id), forgotten)
         session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
