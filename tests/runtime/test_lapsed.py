@@ -1,4 +1,4 @@
-"""A node that stood still for longer than its lease, when it wakes: nothing is sent before the clock is seen."""
+"""A node that stood still for longer than its lease, as it wakes: nothing is sent before the clock is seen."""
 
 from __future__ import annotations
 

@@ -621,6 +621,21 @@ def test_a_disconnect_during_a_resume_keeps_its_new_expiry() -> None:
     assert node.table.published == []
 
 
+@pytest.mark.parametrize("how", [Gone("t1"), Stop(Reason.USE_ANOTHER_SERVER, lease_stays=True)])
+def test_who_goes_during_a_resume_leaves_the_last_word(how: Any) -> None:
+    """Otherwise the next owner cannot know which packet ids its client has seen, and QoS 2 comes twice."""
+    node = here(expiry=60)
+    node.life._content = lambda leaving: Content(b"", b"7", b"last" if leaving else b"flushed")
+    node.wait(6.0)
+    node.node.granted(7, 6.0)
+    node.do(TICK)
+    assert node.life.state is State.TAKING
+    node.do(how)
+    node.write()
+    node.work()
+    assert (node.row.lease, node.row.cursors, node.row.packets) == (None, b"7", b"last")
+
+
 def test_a_take_that_lands_after_the_lease_waits_for_the_next() -> None:
     node = Node(Table())
     node.do(Connect("t1", False, 60))

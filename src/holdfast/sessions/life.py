@@ -330,6 +330,8 @@ class _Pending:
     again_at: float = inf
     departure: Departure | None = None
     """A take's connection has ended meanwhile."""
+    memory: Content | None = None
+    """What that connection left behind, if it was welcome before."""
 
 
 def answer_unheld(release: Release, node: SessionNode) -> list[Send[Released]]:
@@ -657,6 +659,8 @@ class SessionLife:
         if pending is not None and pending.connection is connection:
             if pending.flies or pending.in_doubt:
                 pending.departure = departure
+                # The same as is being written, but as the connection's last word: packet ids go on where they were.
+                pending.memory = self._content(True) if connection.welcome else None
                 return
             self._pending = None  # it is certain that it was not written
             if not pending.resumes:
@@ -721,7 +725,7 @@ class SessionLife:
 
     def _on_taken(self, pending: _Pending, now: float) -> None:
         """The row is ours, and its connection may have ended while it was written: then it was lost."""
-        self._departure, self._memory = pending.departure, None
+        self._departure, self._memory = pending.departure, pending.memory
         if not pending.resumes:
             self._moved = False
             self._close_socket()
@@ -763,7 +767,7 @@ class SessionLife:
         # It is certain that nothing was written: the next write is made from what is to be said by then.
         self._pending, self._again_at = None, again_at
         if pending.resumes:
-            self._departure, self._memory = pending.departure, _content_of(pending.write.row)
+            self._departure, self._memory = pending.departure, pending.memory or _content_of(pending.write.row)
         elif self._connection is not None:
             self._numbers = [*pending.numbers, *self._numbers]
             self._moved = True
