@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHES = ["log", "mqtt", "groups", "spark"]
+BENCHES = ["log", "mqtt", "groups", "sessions", "spark"]
 
 if __name__ == "__main__":
     failed = [name for name in BENCHES if subprocess.run([sys.executable, "-m", f"bench.{name}"]).returncode]

@@ -663,6 +663,11 @@ class Role:
     def go(self) -> None:
         self._pipe.send("go")
 
+    def ask(self, order: Any, seconds: float = 300.0) -> Any:
+        """Of a role that takes orders: what it answers."""
+        self._pipe.send(order)
+        return self._answer(seconds)
+
     def result(self, seconds: float = 300.0) -> Any:
         try:
             return self._answer(seconds)

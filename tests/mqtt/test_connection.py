@@ -191,11 +191,26 @@ def test_it_leaves_once_whatever_ends_it_first():
 def test_a_good_bye_voids_the_will_and_may_change_the_expiry():
     machine = opened(welcome={"session_expiry": 100})
     packet = codec.encode_disconnect(p.Disconnect(0, {"session_expiry": 5}), 5)
-    (leave, end) = machine.handle(mc.Received(packet), 0.0)
-    assert (leave.goodbye, leave.expiry) == (True, 5) and isinstance(end, mc.EndSending)
+    (leave,) = machine.handle(mc.Received(packet), 0.0)
+    assert (leave.goodbye, leave.expiry) == (True, 5)
     machine = opened(welcome={"session_expiry": 0})
     effects = machine.handle(mc.Received(packet), 0.0)
     assert written(effects)[2] == Reason.PROTOCOL_ERROR, "a session that ends with it cannot be revived"
+
+
+def test_the_end_is_kept_from_a_client_that_says_good_bye_until_that_is_stored():
+    goodbye = mc.Received(codec.encode_disconnect(p.Disconnect(), 5))
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.handle(mc.GoodbyeStored(), 0.2) == [mc.EndSending()]
+    assert machine.handle(mc.GoodbyeStored(), 0.3) == []
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.deadline == 1.0
+    assert machine.handle(TICK, 1.0) == [mc.EndSending()], "it does not wait for ever"
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.handle(mc.Ended(), 0.1) == [mc.CloseSocket()], "who does not wait is let go"
 
 
 def test_what_was_sent_before_the_end_of_the_stream_still_counts():
@@ -230,7 +245,12 @@ def test_qos_2_is_taken_once_however_often_it_is_sent():
     (again,) = machine.handle(mc.Received(publish(qos=2, packet_id=5, dup=True)), 0.0)
     assert again == mc.AfterCommit(mc.StoredBefore(5)), "not stored again; answered when the first one is durable"
     assert written(machine.handle(mc.StoredOne(2, 5, True), 0.0)) == b"\x50\x02\x00\x05"
-    assert written(machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0)) == b"\x70\x02\x00\x05"
+    assert machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0) == [mc.Forget(5)]
+    assert 5 in inbound, "a client that has its PUBCOMP may use the id again: the store must have forgotten it"
+    assert machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0) == [mc.Forget(5)], "it did not wait"
+    assert written(machine.handle(mc.Forgotten(5), 0.0)) == b"\x70\x02\x00\x05"
+    assert machine.under_way == 0
+    assert written(machine.handle(mc.Forgotten(5), 0.0)) == b"\x70\x02\x00\x05"
     assert written(machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0)) == b"\x70\x03\x00\x05\x92"
 
 
@@ -240,6 +260,16 @@ def test_qos_2_that_could_not_be_stored_may_come_again():
     machine.handle(mc.Received(publish(qos=2, packet_id=5)), 0.0)
     effects = machine.handle(mc.StoredOne(2, 5, False), 0.0)
     assert 5 not in inbound and written(effects) == codec.encode_disconnect(p.Disconnect(Reason.SERVER_BUSY), 5)
+
+
+def test_no_qos_2_is_taken_while_nobody_knows_which_are_stored():
+    """One of an earlier connection fails when its client is back already, and is about to send it again."""
+    inbound = Inbound()
+    inbound.take(5)
+    machine = opened(welcome={"inbound": inbound})
+    inbound.failed(5)
+    assert written(machine.handle(mc.Received(publish(qos=2, packet_id=5, dup=True)), 0.0))[2] == Reason.SERVER_BUSY
+    assert 5 not in inbound
 
 
 def test_rights_that_change_reach_known_topics_and_aliases():

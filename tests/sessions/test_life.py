@@ -650,6 +650,60 @@ def test_a_clean_stop_saves_only_what_is_unsaved() -> None:
     assert other.table.published == []
 
 
+def test_a_client_that_is_sent_elsewhere_by_a_node_that_stays_is_written_away() -> None:
+    node = here(will=WILL)
+    effects = node.do(Stop(Reason.USE_ANOTHER_SERVER, lease_stays=True))
+    assert effects[0] == Close("t1", Reason.USE_ANOTHER_SERVER)
+    assert of(node.work(), Forget)
+    assert (node.row.lease, node.row.will_due, node.row.left_at) == (None, 1015.0, 1015.0)
+    assert node.table.published == [], "that was not its client's doing"
+
+
+# -- an operator ends it -----------------------------------------------------------------------------------
+
+
+def test_an_operator_takes_the_session_and_ends_it() -> None:
+    a = here(token="t1", will=WILL)
+    a.content = Content(b"a b", b"7")
+    a.do(Subscribed(1))
+    a.work()
+    b = Node(a.table, "B", 2)
+    b.do(Connect("end", True, 0, None, False, Reason.ADMINISTRATIVE_ACTION))
+    (asks,) = b.read()
+    assert a.do(asks.message)[0] == Close("t1", Reason.ADMINISTRATIVE_ACTION)
+    a.work()
+    b.do(Released("c", asks.message.epoch))
+    assert of(b.work(), Welcome)
+    assert b.last(WriteRow).write.unsubscribed == ["a", "b"]
+    b.do(Gone("end", goodbye=True, expiry_secs=0))
+    b.work()
+    assert b.row.dead
+    assert b.table.published == [WILL], "the session has ended without a good-bye of its client"
+
+
+def test_an_operator_cannot_end_a_session_that_is_none() -> None:
+    node = Node(Table())
+    node.do(Connect("end", True, 0, None, False, Reason.ADMINISTRATIVE_ACTION))
+    assert of(node.work(), Refuse) == [Refuse("end", Reason.QUOTA_EXCEEDED)]
+    assert node.table.written == 0
+
+
+def test_a_release_without_a_taker_only_disconnects() -> None:
+    node = here(expiry=60)
+    ask = Release("c", node.row.epoch, 1, Address("B", "session", "c"), Reason.ADMINISTRATIVE_ACTION)
+    assert node.do(ask)[0] == Close("t1", Reason.ADMINISTRATIVE_ACTION)
+    assert of(node.work(), Send) == [Send(Address("B", "session", "c"), Released("c", node.row.epoch))]
+    assert (node.row.lease, node.row.dead, node.row.due) == (None, False, 1060.0)
+
+
+def test_a_connect_that_is_not_welcome_yet_is_told_only_what_a_connack_can_say() -> None:
+    node = Node(Table())
+    node.do(Connect("t1", False, 60))
+    node.read()
+    refused = of(node.do(Connect("end", True, 0, None, False, Reason.ADMINISTRATIVE_ACTION)), Refuse)
+    assert refused == [Refuse("t1", Reason.SERVER_UNAVAILABLE)]
+
+
 def test_a_connect_that_waits_is_refused_when_the_node_stops() -> None:
     node = Node(Table())
     node.do(Connect("t1", False, 60))

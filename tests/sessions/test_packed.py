@@ -154,8 +154,11 @@ def test_the_newest_records_of_what_was_skipped_are_kept() -> None:
 
 streams = st.builds(at, st.integers(0, 40), st.integers(0, 800))
 flights = st.one_of(
-    st.builds(Flight, st.integers(1, 65_535), st.integers(1, 2), streams, large, st.integers(0, 9)),
-    st.builds(Flight, st.integers(1, 65_535), st.integers(1, 3), st.none(), st.just(0), st.just(0)),
+    st.builds(Flight, st.integers(1, 65_535), st.integers(1, 2), streams, large, st.integers(0, 9), st.just("")),
+    st.builds(
+        Flight, st.integers(1, 65_535), st.integers(1, 2), st.none(), st.just(0), st.just(0), st.text(max_size=9)
+    ),
+    st.builds(Flight, st.integers(1, 65_535), st.just(3), st.none(), st.just(0), st.just(0), st.just("")),
 )
 stored_packets = st.builds(
     StoredPackets, st.lists(flights, unique_by=lambda f: f.packet_id, max_size=30), st.integers(0, 65_535)

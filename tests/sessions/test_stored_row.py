@@ -9,16 +9,32 @@ from deliveries import S, away, offer, row_of, rows, sent, subscribed
 from holdfast.errors import RequestError
 from holdfast.groups.protocol.effects import StartReading
 from holdfast.groups.protocol.nouns import NO_POLICY, Loan, Mark, MemberId, Piece
+from holdfast.model import Batch
 from holdfast.sessions.positions import StreamOrigin
+from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
 from holdfast.sessions.shared import LoanFeed
-from holdfast.sessions.stored import LentBefore, filters_of, restore
+from holdfast.sessions.stored import LentBefore, RetainedBefore, filters_of, restore
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.table import SessionRow
 from holdfast.sessions.window import RELEASED
 from holdfast.topics import TopicFilter
 
 HEADS = {S: 10}
+
+
+def test_a_retained_message_in_flight_is_known_by_its_topic_again() -> None:
+    session = subscribed("#")
+    session.outgoing.put(Rows(None, range(2), Batch(["t/1", "t/2"], [b"x", b"y"], flags=[1, 1]), 7), range(2))
+    sent(session)
+    session.window.puback([1])
+    back = restore(row_of(session, HEADS, "before"), "before", {})
+    [(packet_id, delivery)] = back.in_flight()
+    assert (
+        packet_id == 2
+        and isinstance(delivery.origin, RetainedBefore)
+        and (delivery.origin.topic, delivery.origin.time) == ("t/2", 7)
+    )
 
 
 def in_flight(session: Session) -> list[tuple[int, int, int]]:

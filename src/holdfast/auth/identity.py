@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 Role = Literal["reader", "publisher", "admin"]
@@ -56,6 +57,7 @@ def is_name(text: str) -> bool:
     return bool(text) and text.isprintable() and text == text.strip()
 
 
+@lru_cache(1024)
 def is_loopback(host: object) -> bool:
     """Does a peer with this address come from this machine? One without an address could come from anywhere."""
     try:

@@ -136,7 +136,10 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def close(self, reason: int) -> None:
-        self.handle(mc.Close(reason))
+        self.handle(mc.Close(reason, self._elsewhere(reason)))
+
+    def _elsewhere(self, reason: int) -> str:
+        return self._front.another_server or "" if reason == Reason.USE_ANOTHER_SERVER else ""
 
     def _arm(self) -> None:
         """One timer, which goes off no later than the deadline; one that went off too early is set again."""
@@ -149,7 +152,8 @@ class Connection(asyncio.Protocol):
 
     def _tick(self) -> None:
         self._timer, self._armed = None, inf
-        self.handle(TICK)
+        if self._loop.time() >= self.machine.deadline:
+            self.handle(TICK)
         if self._timer is None:
             self._arm()
 
@@ -198,7 +202,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, reason: int, version: int) -> None:
         self._front.metrics.refused.inc()
-        self.handle(mc.Refuse(reason, version))
+        self.handle(mc.Refuse(reason, version, self._elsewhere(reason)))
 
     def _publishes(self, effect: mc.Publishes) -> None:
         session, ingest = self.session, self._front.ingest
@@ -240,6 +244,10 @@ class Connection(asyncio.Protocol):
             return
         reason, why = self._front.publish_control(self, effect.topic, effect.payload)
         self.handle(mc.Answered(effect.qos, effect.packet_id, reason, why))
+
+    def _forget(self, effect: mc.Forget) -> None:
+        if self.session is not None:
+            self.session.inbound.forget(effect.packet_id, lambda: self.handle(mc.Forgotten(effect.packet_id)))
 
     def _after_commit(self, effect: mc.AfterCommit) -> None:
         self._front.ingest.in_turn(lambda _: self.handle(effect.event))
@@ -342,6 +350,7 @@ _PERFORM: dict[type, Callable[[Connection, Any], None]] = {
     mc.PublishOne: Connection._publish_one,
     mc.PublishControl: Connection._publish_control,
     mc.AfterCommit: Connection._after_commit,
+    mc.Forget: Connection._forget,
     mc.InNextTurn: Connection._in_next_turn,
     mc.Acked: Connection._acked,
     mc.AckedOne: Connection._acked_one,

@@ -147,6 +147,8 @@ class Ingest:
         self._lock = threading.Lock()
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """To the writer: something waits (True: and nobody else is expected)."""
+        self._under_way = 0
+        """Batches that were taken from there and are not dealt with on the loop's thread yet."""
         self._crowd = Crowd()
         self._loop = asyncio.get_running_loop()
         self._closed = False
@@ -244,6 +246,7 @@ class Ingest:
             begun = time.monotonic()
             with self._lock:
                 batch, self._open = self._open, OpenBatch(self.generation.number)
+                self._under_way += 1
                 while not self._signals.empty():  # said of this batch, which is taken
                     self._signals.get_nowait()
             self._crowd.took(batch.publishers, begun)
@@ -274,9 +277,16 @@ class Ingest:
                 appended = self._commit(batch.generation, parts, retained, batch.received)
         except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
             logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
-            self._on_loop(self._tell_failed, batch, error)
+            self._on_loop(self._deal_with, self._tell_failed, batch, error)
         else:
-            self._on_loop(self._stored, batch, appended, parts, now)
+            self._on_loop(self._deal_with, self._stored, batch, appended, parts, now)
+
+    def _deal_with(self, call: Callable[..., None], *given: Any) -> None:
+        try:
+            call(*given)
+        finally:
+            with self._lock:
+                self._under_way -= 1
 
     def _on_loop(self, call: Callable[..., None], *given: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
@@ -349,7 +359,10 @@ class Ingest:
         self._failed(error)
 
     async def drained(self) -> None:
-        """Everything taken so far is durable or refused."""
+        """Everything taken so far is durable or refused, and delivered."""
+        with self._lock:
+            if not self._open.waited_for and not self._under_way:
+                return
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.in_turn(done.set_result)
         await done

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, OutcomeUnknown
@@ -19,7 +21,9 @@ from holdfast.sessions.table import RowWrite, SessionRow, SessionTable, Verdict
 logger = logging.getLogger("holdfast.sessions")
 
 ROWS_MAX = 500
-RELEASE_SECONDS = 0.2
+ANSWERS_AT_ONCE = 25
+"""So many who wait for a row are told in one turn of the loop."""
+RELEASE_AGAIN_SECONDS = 0.2
 T = TypeVar("T")
 
 
@@ -46,7 +50,10 @@ class SessionRows:
         """Rows, for the metrics."""
         self.received: dict[str, set[int]] = {}
         """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
-        self._released: list[ReceivedId] = []
+        self._released: list[tuple[ReceivedId, Callable[[], None]]] = []
+        self._releasing = False
+        self._answers: deque[Callable[[], None]] = deque()
+        self._answering = False
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -86,19 +93,25 @@ class SessionRows:
     ) -> None:
         if done.cancelled():
             return
+        self._read()
         error = done.exception()
         if error is None:
             rows = done.result()
-            for client_id, number, answer in asked:
-                row, lease_over, received = rows[client_id]
-                if received:
-                    self.received[client_id] = received
-                else:
-                    self.received.pop(client_id, None)
-                answer(Found(number, row, lease_over))
+            self._answer([partial(self._found, each, rows[each[0]]) for each in asked])
         else:
             logger.warning("%d sessions could not be read: %s", len(asked), error, exc_info=_unless_ours(error))
-        self._read()
+
+    def _found(self, asked: tuple[str, int, Callable[[Found], None]], found: FoundRow) -> None:
+        client_id, number, answer = asked
+        if found.received:
+            self.received[client_id] = found.received
+        else:
+            self.received.pop(client_id, None)
+        answer(Found(number, found.row, found.lease_over))
+
+    async def look(self, client_id: str) -> FoundRow:
+        """One row, for somebody who is not its machine."""
+        return (await self.ask(self._read_rows, [client_id]))[client_id]
 
     async def ask(self, call: Callable[..., T], *given: object) -> T:
         """Something else, on the reader's thread."""
@@ -127,39 +140,61 @@ class SessionRows:
     ) -> None:
         if done.cancelled():
             return
+        self._write()
         error = done.exception()
         if error is None:
             self.written += len(asked)
-            for (_, answer), verdict in zip(asked, done.result(), strict=True):
-                answer(Written(verdict))
+            verdicts = zip(asked, done.result(), strict=True)
+            self._answer([partial(answer, Written(verdict)) for (_, answer), verdict in verdicts])
         else:
             logger.warning("%d sessions could not be written: %s", len(asked), error, exc_info=_unless_ours(error))
             certain = isinstance(error, HoldfastError) and not isinstance(error, OutcomeUnknown)
-            for _, answer in asked:
-                answer(Failed(in_doubt=not certain))
-        self._write()
+            self._answer([partial(answer, Failed(in_doubt=not certain)) for _, answer in asked])
 
-    def release(self, received: ReceivedId) -> None:
-        """Need not be known any more; some time soon, with others."""
-        self._released.append(received)
-        if len(self._released) == 1:
-            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._release)
+    def _answer(self, answers: list[Callable[[], None]]) -> None:
+        """A few in each turn of the loop: what a client is told on account of its row takes longer than the row."""
+        self._answers.extend(answers)
+        if not self._answering:
+            self._answering = True
+            self._answer_some()
+
+    def _answer_some(self) -> None:
+        for _ in range(min(ANSWERS_AT_ONCE, len(self._answers))):
+            try:
+                self._answers.popleft()()
+            except Exception:  # one that fails must not keep the others waiting
+                logger.exception("whoever asked for a session's row could not be told")
+        if self._answers:
+            asyncio.get_running_loop().call_soon(self._answer_some)
+        else:
+            self._answering = False
+
+    def release(self, received: ReceivedId, done: Callable[[], None]) -> None:
+        """Need not be known any more; `done` once that is durable, however long it takes."""
+        self._released.append((received, done))
+        if not self._releasing:
+            self._releasing = True
+            asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        if self._closed:
-            return
         some, self._released = self._released[:ROWS_MAX], self._released[ROWS_MAX:]
-        releasing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.release, some)
+        if not some or self._closed:
+            self._releasing = False
+            return
+        ids = [received for received, _ in some]
+        releasing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.release, ids)
         releasing.add_done_callback(lambda done: self._was_released(some, done))
 
-    def _was_released(self, some: list[ReceivedId], done: asyncio.Future[None]) -> None:
-        if done.cancelled():
+    def _was_released(self, some: list[tuple[ReceivedId, Callable[[], None]]], releasing: asyncio.Future[None]) -> None:
+        if releasing.cancelled():
             return
-        if done.exception() is not None:
-            logger.warning("%d packet ids could not be released: %s", len(some), done.exception())
-            self._released += some
-        if self._released:
-            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._release)
+        if (error := releasing.exception()) is not None:
+            logger.warning("%d packet ids could not be released: %s", len(some), error, exc_info=_unless_ours(error))
+            self._released = [*some, *self._released]
+            asyncio.get_running_loop().call_later(RELEASE_AGAIN_SECONDS, self._release)
+            return
+        self._answer([done for _, done in some])
+        self._release()
 
     def close(self) -> None:
         self._closed = True

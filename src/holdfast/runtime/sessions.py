@@ -13,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import itertools
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol, cast
 
-from holdfast.errors import HoldfastError, PeerError, RequestError
+from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownSession
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
-from holdfast.machine import TICK, Send
+from holdfast.machine import TICK, Address, Send
 from holdfast.model import Stream
 from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
@@ -44,11 +46,11 @@ from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.shared import LoanFeed
-from holdfast.sessions.stored import content_of, filters_of, restore
+from holdfast.sessions.stored import RetainedBefore, content_of, filters_of, restore
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
 from holdfast.sessions.trimmed import Policy
-from holdfast.sessions.window import RELEASED, Delivery
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 from holdfast.settings import SessionSettings
 
 logger = logging.getLogger("holdfast.sessions")
@@ -58,8 +60,14 @@ Welcomed = Callable[[Session, bool], None]
 
 WAITING_MAX = 10_000
 """More CONNECTs than this do not wait for the store."""
+TICKS_AT_ONCE = 20
+"""So many machines are told the time in one turn of the loop."""
 AGAIN_AT_ONCE = 500
 """So many messages in flight are fetched and sent again at a time."""
+KICK_SECONDS = 10.0
+"""How long an operator waits for a client to be disconnected: longer than a lease."""
+KICK_AGAIN_SECONDS = 0.2
+"""How soon its node is asked again."""
 
 
 class SharedGroups(Protocol):
@@ -91,6 +99,14 @@ class Claim:
 
 
 @dataclass(slots=True)
+class Ending:
+    """An operator wants a session to be gone, and takes it, as a client would."""
+
+    token: str
+    answer: asyncio.Future[None]
+
+
+@dataclass(slots=True)
 class Live:
     """A client id with something going on."""
 
@@ -99,7 +115,7 @@ class Live:
     """While its client is connected."""
     claim: Claim | None = None
     """The connection that is welcome."""
-    armed: float = float("inf")
+    armed: float = inf
     """The earliest time it is in the queue of deadlines for."""
     inbound: Inbound | None = None
     """Of the connection before, if that was here: its QoS 2 publishes may still be on their way to the log."""
@@ -132,12 +148,19 @@ class Sessions:
         self.node = SessionNode(node_id, self.clock, life_settings, filters_of)
         self._live: dict[str, Live] = {}
         self._claims: dict[str, Claim] = {}
+        self._goodbyes: dict[str, Connection] = {}
+        """Connections that wait for their good-bye to be stored, by token."""
+        self._endings: dict[str, Ending] = {}
+        self._kicked: dict[str, asyncio.Event] = {}
+        """Client ids that were asked to be let go, for an operator; set when somebody has answered."""
         self.connections: dict[str, Connection] = {}
         """Open connections that are welcome, by client id."""
         self._events: deque[tuple[str, life.Event]] = deque()
         self._busy = False
         self._deadlines: list[tuple[float, str]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._armed = inf
+        """When the timer goes off: no later than the first deadline."""
         self._lapse: asyncio.TimerHandle | None = None
         self._numbers = 0
         self._copied: Mapping[Stream, int] = {}
@@ -157,9 +180,9 @@ class Sessions:
         """This node's lease is over by its own clock: nobody is served."""
         return time.monotonic() >= self.node.trusted_until
 
-    def held(self) -> set[str]:
-        """Client ids that have a machine, in whatever state."""
-        return set(self._live)
+    def held(self) -> Collection[str]:
+        """Client ids that have a machine, in whatever state; as they are whenever it is asked."""
+        return self._live.keys()
 
     def session(self, client_id: str) -> Session | None:
         """Of a client that is connected here."""
@@ -193,6 +216,13 @@ class Sessions:
         for client_id in list(self._live):
             self._give(client_id, TICK)
         self._watch_lapse()
+
+    def look_at_clock(self) -> None:
+        """Freeze everybody if the lease is over: a process that stood still hears of other things before its timers."""
+        if self._lapse is not None and self.frozen:
+            self._lapse.cancel()
+            self._lapse = None
+            self._tick_all()
 
     def _watch_lapse(self) -> None:
         if self._lapse is not None:
@@ -252,27 +282,37 @@ class Sessions:
             if live is not None and live.armed == at:
                 break
             heapq.heappop(self._deadlines)
+        first = self._deadlines[0][0] if self._deadlines else inf
+        if first >= self._armed:
+            return  # it goes off too early, if at all, and then looks again
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if self._deadlines:
-            self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._tick_due)
+        self._timer, self._armed = asyncio.get_running_loop().call_at(first, self._tick_due), first
 
     def _tick_due(self) -> None:
-        self._timer = None
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
+        """A few at a time: thousands may be due at once, each with a row to pack, and others wait for the loop."""
+        self._timer, self._armed = None, inf
+        now, ticked = time.monotonic(), 0
+        while self._deadlines and self._deadlines[0][0] <= now and ticked < TICKS_AT_ONCE:
             at, client_id = heapq.heappop(self._deadlines)
             live = self._live.get(client_id)
-            if live is not None and live.armed == at:
-                live.armed = float("inf")
+            if live is None or live.armed != at:
+                continue
+            deadline = live.machine.deadline
+            if deadline <= now:
+                live.armed = inf
+                ticked += 1
                 self._give(client_id, TICK)
+            else:  # what it was armed for has been done
+                live.armed = deadline
+                if deadline < inf:
+                    heapq.heappush(self._deadlines, (deadline, client_id))
         self._arm()
 
     def _perform(self, client_id: str, live: Live, effect: life.Effect) -> None:
         match effect:
             case life.WriteRow(write):
-                self._rows.write(write, lambda answer: self._written(live, write, answer))
+                self._write(live, write)
             case life.ReadRow(number):
                 self._rows.read(client_id, number, lambda found: self._answer(live, found))
             case life.Welcome():
@@ -280,11 +320,17 @@ class Sessions:
             case life.Saved(number):
                 if (saving := live.saving.pop(number, None)) is not None and not saving.done():
                     saving.set_result(None)
+            case life.Refuse(token, reason) if (ending := self._endings.pop(token, None)) is not None:
+                gone = reason == Reason.QUOTA_EXCEEDED
+                ending.answer.set_exception(_unknown(client_id) if gone else _unanswered(client_id))
             case life.Refuse(token, reason):
                 if (claim := self._claims.pop(token, None)) is not None and not claim.answer.done():
                     claim.answer.set_exception(PeerError("the session cannot be had just now", reason))
             case life.Close(token, reason):
-                if reason is not None and (claim := self._claims.get(token)) is not None:
+                if reason is None:
+                    if (said_goodbye := self._goodbyes.pop(token, None)) is not None:
+                        said_goodbye.handle(mc.GoodbyeStored())
+                elif (claim := self._claims.get(token)) is not None:
                     self._end_claim(claim, reason)
             case life.Freeze(token):
                 if (claim := self._claims.get(token)) is not None:
@@ -306,6 +352,14 @@ class Sessions:
         if self._live.get(client_id) is live:
             self._give(client_id, answer)
 
+    def _write(self, live: Live, write: RowWrite) -> None:
+        """Let go of it only when all that it published is stored: whoever is next reads which of that is."""
+        inbound = live.inbound if live.session is None else live.session.inbound
+        if inbound is None or write.row.lease is not None:
+            self._rows.write(write, lambda answer: self._written(live, write, answer))
+        else:
+            inbound.when_settled(lambda: self._rows.write(write, lambda answer: self._written(live, write, answer)))
+
     def _written(self, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
         row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
         if row is not None:
@@ -324,6 +378,8 @@ class Sessions:
         elif isinstance(message, life.Release):
             for send in answer_unheld(message, self.node):
                 self._groups.send(send.to, send.message)
+        if isinstance(message, life.Released) and (kicked := self._kicked.get(client_id)) is not None:
+            kicked.set()
 
     def _content(self, client_id: str, leaving: bool) -> Content:
         live = self._live[client_id]
@@ -353,9 +409,12 @@ class Sessions:
             return
         self._groups.returned(connection, session)
         try:
+            if session.inbound.in_doubt:
+                received = await self._rows.ask(self._rows.table.received, [client_id])
+                session.inbound.found(received.get(client_id, ()))
             await self._send_again(connection, session)
         except HoldfastError as error:
-            logger.error("%s: what was in flight cannot be sent again: %s", client_id, error)
+            logger.error("%s: what was in flight cannot be read: %s", client_id, error)
             connection.close(Reason.SERVER_BUSY)
         if connection.session is not session or connection.outlet is None:
             return
@@ -372,6 +431,11 @@ class Sessions:
                 await self._groups.join(connection, session, parse_share(filter_text), subscription)
 
     def _welcome(self, live: Live, welcome: life.Welcome) -> None:
+        if (ending := self._endings.pop(welcome.token, None)) is not None:
+            self._groups.session_ended(live.machine.client_id)
+            self._events.append((live.machine.client_id, life.Gone(welcome.token, goodbye=True, expiry_secs=0)))
+            ending.answer.set_result(None)
+            return
         claim = self._claims.get(welcome.token)
         if claim is None or claim.connection.closed or claim.connection.transport.is_closing():
             self._events.append((live.machine.client_id, life.Gone(welcome.token)))
@@ -400,7 +464,7 @@ class Sessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.on_released = lambda packet_id: self._rows.release((client_id, born, packet_id))
+        inbound.forget = lambda packet_id, forgotten: self._rows.release((client_id, born, packet_id), forgotten)
         session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
@@ -416,8 +480,12 @@ class Sessions:
             logger.warning("%s: %s from offset %d on is gone: %s", row.client_id, gap.stream, gap.first, gap.reason)
         if decision.refuse:
             raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
-        session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
+        session.positions.on_moved = lambda: self._moved(row.client_id)
         return session
+
+    def _moved(self, client_id: str) -> None:
+        """In the next turn: now it is in the middle of sending, or of taking acknowledgements."""
+        asyncio.get_running_loop().call_soon(self._give, client_id, life.Moved())
 
     def _sent_before(self, heads: Heads) -> Mapping[Stream, int]:
         """How far streams had come. One copy for all that come within a second: an earlier owner is gone longer."""
@@ -432,14 +500,21 @@ class Sessions:
         for at in range(0, len(flights), AGAIN_AT_ONCE):
             some = flights[at : at + AGAIN_AT_ONCE]
             found = await self._fetch(some)
+            self.look_at_clock()
+            if self.frozen:
+                raise StoreError("this node's lease is over")
             outlet = connection.outlet
             if connection.session is not session or outlet is None:
                 return
             out, now = [], time.time()
             for packet_id, delivery in some:
-                if packet_id not in found and delivery.qos != RELEASED:
+                if packet_id not in found and delivery.qos == 1:
                     session.window.drop(packet_id)  # nobody has it any more
                     continue
+                if packet_id not in found:
+                    # A client that has half of it would take another message under this id for the same one.
+                    delivery = Delivery(NOBODY, 0, RELEASED)
+                    session.window.restore(packet_id, delivery)
                 rows, row = found.get(packet_id, (None, 0))
                 packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, now)
                 if len(packet) <= outlet.packet_max:
@@ -454,6 +529,9 @@ class Sessions:
             origin = delivery.origin
             if isinstance(origin, RetainedOrigin):
                 found[packet_id] = (origin.rows, delivery.offset)
+            elif isinstance(origin, RetainedBefore):
+                if (now := self._delivery.machine.retained.one(origin.topic, origin.time, time.time())) is not None:
+                    found[packet_id] = (now, 0)
             elif isinstance(origin, StreamOrigin | LoanFeed) and delivery.qos != RELEASED:
                 wanted.setdefault(origin.stream, {})[delivery.offset] = packet_id
         for stream, ids in wanted.items():
@@ -468,11 +546,17 @@ class Sessions:
         claim = self._claims.pop(connection.claim, None)
         if claim is None:
             return
+        if goodbye:
+            self._goodbyes[claim.token] = connection
         if expiry is not None:
             expiry = self.bounded_expiry(expiry)
         self._give(claim.client_id, life.Gone(claim.token, goodbye, expiry))
         if not claim.answer.done():
             claim.answer.cancel()
+
+    def socket_gone(self, connection: Connection) -> None:
+        """It waits for nothing any more."""
+        self._goodbyes.pop(connection.claim, None)
 
     def _detach(self, live: Live, claim: Claim) -> None:
         """Nobody is connected to it here any more."""
@@ -517,13 +601,78 @@ class Sessions:
         self._give(session.client_id, life.Subscribed(self._numbers))
         await saving
 
+    def note(self, session: Session) -> None:
+        """Its subscriptions are to be known elsewhere, some time soon."""
+        live = self._live.get(session.client_id)
+        if live is not None and live.session is session:
+            self._numbers += 1
+            self._give(session.client_id, life.Subscribed(self._numbers))
+
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""
         for filter_text in [text for text in session.subscriptions.shared if parse_share(text) == group]:
             session.subscriptions.unshare(filter_text)
         connection.close(Reason.ADMINISTRATIVE_ACTION)
 
+    # -- an operator ends it -------------------------------------------------------------------------------
+
+    async def end(self, client_id: str) -> None:
+        """The session is gone, whichever node serves it; its client, if connected, is told.
+
+        It is taken for a CONNECT that nobody sent, with a clean start, and then dropped: there is no other way for a
+        session to end, so nothing is left behind that a client's own end would not leave.
+        """
+        ending = Ending(secrets.token_hex(8), asyncio.get_running_loop().create_future())
+        self._endings[ending.token] = ending
+        connect = life.Connect(ending.token, True, 0, None, may_begin=False, reason=Reason.ADMINISTRATIVE_ACTION)
+        self._give(client_id, connect)
+        until = time.monotonic() + 2 * KICK_SECONDS  # its machine gives up before that
+        try:
+            await asyncio.wait_for(ending.answer, 2 * KICK_SECONDS)
+        except TimeoutError:
+            raise _unanswered(client_id) from None
+        finally:
+            self._endings.pop(ending.token, None)
+        while time.monotonic() < until:
+            row, _, _ = await self._rows.look(client_id)
+            if row is None or row.dead or row.connect != ending.token:
+                return
+            await asyncio.sleep(KICK_AGAIN_SECONDS)
+        raise _unanswered(client_id)
+
+    async def disconnect(self, client_id: str) -> bool:
+        """Its client is connected nowhere any more; whether it was. The session stays as if the connection were lost.
+
+        Its node is asked to let go, as if somebody wanted to take it, until it says that it has, or the row does.
+        """
+        first: SessionRow | None = None
+        until = time.monotonic() + KICK_SECONDS
+        try:
+            while time.monotonic() < until:
+                row, lease_over, _ = await self._rows.look(client_id)
+                if first is None and (row is None or row.dead):
+                    raise _unknown(client_id)
+                if row is None or row.owner is None or row.lease is None or (first and row.epoch != first.epoch):
+                    return first is not None
+                answered = self._kicked.setdefault(client_id, asyncio.Event())
+                if lease_over or answered.is_set():
+                    return False  # the row is to be written away yet, by whoever finds it
+                first = row
+                me = Address(self.node.name, "session", client_id)
+                release = life.Release(client_id, row.epoch, row.lease, me, Reason.ADMINISTRATIVE_ACTION)
+                self._groups.send(Address(row.owner, "session", client_id), release)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(answered.wait(), KICK_AGAIN_SECONDS)
+        finally:
+            self._kicked.pop(client_id, None)
+        raise _unanswered(client_id)
+
     # -- the node stops ------------------------------------------------------------------------------------
+
+    def move(self, count: int) -> None:
+        """Send so many clients away, those that came first before the others; their sessions are saved."""
+        for client_id in list(itertools.islice(self.connections, count)):
+            self._give(client_id, life.Stop(Reason.USE_ANOTHER_SERVER, lease_stays=True))
 
     def stop(self, reason: int = Reason.SERVER_SHUTTING_DOWN) -> None:
         """Clients are told; what is not saved is saved."""
@@ -546,6 +695,14 @@ class Sessions:
 
 
 def _nothing() -> None: ...
+
+
+def _unknown(client_id: str) -> UnknownSession:
+    return UnknownSession(f"there is no session {client_id!r}")
+
+
+def _unanswered(client_id: str) -> StoreError:
+    return StoreError(f"the session {client_id!r} cannot be had just now: its node or the store does not answer")
 
 
 def _stored(will: p.Will | None, expiry_secs: int) -> StoredWill | None:

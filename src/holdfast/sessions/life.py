@@ -39,7 +39,7 @@ import msgspec
 
 from holdfast.errors import BrokenInvariant
 from holdfast.machine import Address, Send, Tick
-from holdfast.mqtt.reasons import Reason
+from holdfast.mqtt.reasons import IN_CONNACK, Reason
 from holdfast.sessions.changes import Change, Content, Departure, FiltersOf, flushed, left, taken, write
 from holdfast.sessions.clock import StoreClock
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill, Verdict
@@ -135,6 +135,8 @@ class Connect:
     will: StoredWill | None = None
     may_begin: bool = True
     """There is room for one more session, if this client has none."""
+    reason: int = Reason.SESSION_TAKEN_OVER
+    """What the connection before is told. An operator who ends a session takes it first, as a client would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,8 @@ class Stop:
     """The node stops, or sends this client elsewhere."""
 
     reason: int = Reason.SERVER_SHUTTING_DOWN
+    lease_stays: bool = False
+    """Only this client goes: the sweep would not find its row for long, so it is written whatever is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,8 @@ class Release:
     epoch: int
     lease: int
     reply_to: Address
+    reason: int = Reason.SESSION_TAKEN_OVER
+    """What the client is told. An operator's node may ask too, and take nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,8 +444,8 @@ class SessionLife:
                 self._on_release(event, now)
             case Released(_, epoch):
                 self._on_released(epoch, now)
-            case Stop(reason):
-                self._on_stop(reason, now)
+            case Stop():
+                self._on_stop(event, now)
         self._give_up(now)
         self._go_on(now)
         out, self._out = self._out, []
@@ -474,7 +480,7 @@ class SessionLife:
             self._out.append(Refuse(self._waiting.token, Reason.SERVER_UNAVAILABLE))
         self._waiting = _Connection(connect, arrived_at, now + self.node.settings.connect_wait_secs)
         if self._connection is not None:
-            self._end_connection(Departure(arrived_at), Reason.SESSION_TAKEN_OVER, now)
+            self._end_connection(Departure(arrived_at), connect.reason, now)
         if self.state is State.NONE:
             self._look(now)
 
@@ -527,7 +533,8 @@ class SessionLife:
         self._ask_at = now + self.node.settings.ask_secs
         if row.owner is not None and row.lease is not None:
             reply_to = Address(self.node.name, "session", self.client_id)
-            release = Release(self.client_id, row.epoch, row.lease, reply_to)
+            assert self._waiting is not None
+            release = Release(self.client_id, row.epoch, row.lease, reply_to, self._waiting.connect.reason)
             self._out.append(Send(Address(row.owner, "session", self.client_id), release))
 
     def _begin_taking(self) -> _Connection:
@@ -599,12 +606,13 @@ class SessionLife:
                 self._closing, self._close_at = gone.token, now + self.node.settings.close_secs
             self._end_connection(Departure(self._time(now), gone.goodbye, gone.expiry_secs), None, now)
 
-    def _on_stop(self, reason: int, now: float) -> None:
+    def _on_stop(self, stop: Stop, now: float) -> None:
         if self._waiting is not None:
             self._refuse_waiting(Reason.USE_ANOTHER_SERVER, now)
         connection = self._connection
         if connection is not None:
-            self._end_connection(self._our_fault(now), reason if connection.welcome else Reason.USE_ANOTHER_SERVER, now)
+            departure = self._our_fault(now)._replace(lease_stays=stop.lease_stays)
+            self._end_connection(departure, stop.reason if connection.welcome else Reason.USE_ANOTHER_SERVER, now)
 
     def _on_release(self, release: Release, now: float) -> None:
         """Answered when the row is durable; not while a write is under way, or in doubt: we are asked again."""
@@ -615,7 +623,7 @@ class SessionLife:
         if self.row is not None and self.row.epoch == release.epoch and self._holds:
             self._askers[release.reply_to] = release.epoch
             if self._connection is not None:
-                self._end_connection(Departure(self._time(now)), Reason.SESSION_TAKEN_OVER, now)
+                self._end_connection(Departure(self._time(now)), release.reason, now)
         elif self._pending is None:
             self._out.append(Send(release.reply_to, Released(self.client_id, release.epoch)))
 
@@ -640,8 +648,8 @@ class SessionLife:
             if connection.welcome:
                 self._out.append(Close(connection.token, reason))
             else:
-                unsaid = reason == Reason.SESSION_TAKEN_OVER  # only a connection that is welcome can be told this
-                self._out.append(Refuse(connection.token, Reason.SERVER_UNAVAILABLE if unsaid else reason))
+                said = reason if reason in IN_CONNACK else Reason.SERVER_UNAVAILABLE
+                self._out.append(Refuse(connection.token, said))
         self._move(State.LEAVING)
         self._numbers.clear()
         if pending is not None and pending.connection is connection:
@@ -820,7 +828,7 @@ class SessionLife:
 
     def _go_on_leaving(self, now: float) -> None:
         row, departure = self.row, self._departure
-        if departure is not None and departure.grace_secs and not self._is_unsaved:
+        if departure is not None and departure.grace_secs and not departure.lease_stays and not self._is_unsaved:
             # The node's own fault, and nothing new: the sweep finds the row once the lease has ended.
             self.row = row = self._departure = departure = self._memory = None
         if self._waiting is not None and row is not None and self._trusts(now):

@@ -337,6 +337,8 @@ class Flight(NamedTuple):
     offset: int = 0
     share: int = 0
     """Number of the shared subscription that it was delivered under; 0: the session's own."""
+    topic: str = ""
+    """Of a retained message, which is in no stream; `offset` is its time."""
 
 
 @dataclass(slots=True)
@@ -354,13 +356,16 @@ class _PacketsBody(msgspec.Struct, array_like=True):
     last_id: int
     runs: list[int]
     left: str
+    retained: list[tuple[str, int]]
+    """Topics and times of the retained messages among them, in order."""
 
 
 def pack_packets(packets: StoredPackets) -> bytes:
     """Nothing in flight and no id given yet: nothing."""
     if not packets.flights and not packets.last_id and not packets.left:
         return b""
-    return _framed(b"p", (packets.last_id, _flights_to_ints(packets.flights), packets.left))
+    retained = [(f.topic, f.offset) for f in packets.flights if f.stream is None and f.qos != RELEASED]
+    return _framed(b"p", (packets.last_id, _flights_to_ints(packets.flights), packets.left, retained))
 
 
 def unpack_packets(data: bytes, client_id: str, log: str) -> StoredPackets:
@@ -369,7 +374,7 @@ def unpack_packets(data: bytes, client_id: str, log: str) -> StoredPackets:
         return StoredPackets()
     body = _opened(b"p", data, _PacketsBody, "packets in flight", client_id)
     try:
-        flights = list(_flights_from_ints(body.runs, log))
+        flights = list(_flights_from_ints(body.runs, body.retained, log))
     except ValueError as error:
         raise _damaged("packets in flight", client_id, str(error)) from None
     if not 0 <= body.last_id <= PACKET_ID_MAX or len({f.packet_id for f in flights}) < len(flights):
@@ -382,7 +387,7 @@ def _flights_to_ints(flights: Sequence[Flight]) -> list[int]:
     out: list[int] = []
     source: tuple[object, ...] = ()
     count_at, last_id, last_offset = 0, 0, 0
-    for packet_id, qos, stream, offset, share in flights:
+    for packet_id, qos, stream, offset, share, _ in flights:
         if source != (qos, stream, share):
             source = (qos, stream, share)
             # One more than the shard and the number: 0 says that there is none.
@@ -398,8 +403,8 @@ def _flights_to_ints(flights: Sequence[Flight]) -> list[int]:
     return out
 
 
-def _flights_from_ints(ints: list[int], log: str) -> Iterator[Flight]:
-    left = _Reader(list(ints))
+def _flights_from_ints(ints: list[int], retained: list[tuple[str, int]], log: str) -> Iterator[Flight]:
+    left, kept = _Reader(list(ints)), iter(retained)
     packet_id = 0
     while left:
         qos, count, shard = left.number(1), left.count(1), left.number()
@@ -413,7 +418,11 @@ def _flights_from_ints(ints: list[int], log: str) -> Iterator[Flight]:
             offset += (left.any() or 0) if stream is not None else 0
             if not (1 <= packet_id <= PACKET_ID_MAX and 0 <= offset < DONE):
                 raise ValueError(f"packet id {packet_id} with offset {offset}")
-            yield Flight(packet_id, qos, stream, offset, share)
+            if stream is None and qos != RELEASED:
+                topic, time = next(kept, ("", 0))
+                yield Flight(packet_id, qos, None, time, 0, topic)
+            else:
+                yield Flight(packet_id, qos, stream, offset, share)
 
 
 # ------------------------------------------------------------------------------------------------ bytes

@@ -60,6 +60,11 @@ class RetainedMessages:
         """What a new subscriber is sent: the topics that are here now, each as it is when its turn comes."""
         return Selection(self._last, self._topics.walk(filter_text))
 
+    def one(self, topic: str, time: Micros, now: float) -> Rows | None:
+        """What is retained of this topic, if it is of that time; None: it is gone, or another one."""
+        message = self._last.get(topic)
+        return None if message is None or message.time != time or now >= _expires_at(message) else _rows([message])
+
     def purge(self, now: float, most: int) -> list[tuple[str, Micros]]:
         """Let go of expired messages, no more than `most`: which, and of what time, for the store to forget.
 
@@ -102,14 +107,18 @@ class Selection:
                 break
         if finished and not found:
             return None
-        batch = Batch(
-            topics=[m.topic for m in found],
-            payloads=[m.payload for m in found],
-            publishers=[m.publisher for m in found],
-            flags=[m.flags for m in found],
-            properties=[m.properties for m in found],
-        )
-        return Rows(None, range(len(found)), batch, [m.time for m in found])
+        return _rows(found)
+
+
+def _rows(messages: list[Retained]) -> Rows:
+    batch = Batch(
+        topics=[m.topic for m in messages],
+        payloads=[m.payload for m in messages],
+        publishers=[m.publisher for m in messages],
+        flags=[m.flags for m in messages],
+        properties=[m.properties for m in messages],
+    )
+    return Rows(None, range(len(messages)), batch, [m.time for m in messages])
 
 
 class Expiries:

@@ -14,6 +14,7 @@ from holdfast.groups.shares import is_shared
 from holdfast.model import LOG, Stream
 from holdfast.sessions.changes import Content
 from holdfast.sessions.heads import Heads
+from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.packed import (
     Flight,
     StoredPackets,
@@ -43,6 +44,22 @@ class LentBefore:
         self.stream = stream
         self.share = share
         """The number of the subscription under which it was lent."""
+
+    def settle(self, delivery: Delivery, reason: int) -> None: ...
+
+    def passed(self, offset: int) -> None: ...
+
+
+class RetainedBefore:
+    """The origin of a retained message that was in flight: it is sent again if it still is the last word.
+
+    Whoever replaces it publishes to the session, too: then nothing is owed.
+    """
+
+    __slots__ = ("time", "topic")
+
+    def __init__(self, topic: str, time: int):
+        self.topic, self.time = topic, time
 
     def settle(self, delivery: Delivery, reason: int) -> None: ...
 
@@ -89,10 +106,17 @@ def _subscriptions(table: SubscriptionTable) -> bytes:
 def _packets(window: Window, leaving: str) -> StoredPackets:
     flights = []
     for packet_id, (origin, offset, qos) in window:
-        if qos == RELEASED:
+        if qos == RELEASED or (origin is NOBODY and qos == 2):
+            # A client that has half of what is nobody's any more would take another message for it.
             flights.append(Flight(packet_id, RELEASED))
         elif isinstance(origin, StreamOrigin):
             flights.append(Flight(packet_id, qos, origin.stream, offset))
+        elif isinstance(origin, RetainedOrigin):
+            rows = origin.rows
+            time = rows.times if isinstance(rows.times, int) else rows.times[offset]
+            flights.append(Flight(packet_id, qos, None, time, 0, rows.topics[offset]))
+        elif isinstance(origin, RetainedBefore):
+            flights.append(Flight(packet_id, qos, None, origin.time, 0, origin.topic))
         elif isinstance(origin, LoanFeed) and qos == 2:
             flights.append(Flight(packet_id, qos, origin.stream, offset, origin.subscription.number))
         elif isinstance(origin, LentBefore):
@@ -125,9 +149,9 @@ def restore(row: SessionRow, previous: str, may_have_been_sent: Mapping[Stream, 
         else:
             session.subscriptions.add(subscription, anew=True)
     packets = unpack_packets(row.packets, row.client_id, LOG)
-    for packet_id, qos, stream, offset, share in packets.flights:
+    for packet_id, qos, stream, offset, share, topic in packets.flights:
         if stream is None:
-            delivery = Delivery(NOBODY, offset, qos)
+            delivery = Delivery(RetainedBefore(topic, offset) if topic else NOBODY, 0, qos)
         else:
             delivery = Delivery(LentBefore(stream, share) if share else session.positions.origin(stream), offset, qos)
         session.window.restore(packet_id, delivery)

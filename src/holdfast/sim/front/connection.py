@@ -148,6 +148,8 @@ class SimConnection:
                 self._publish_one(truth.taken(client, topic, payload, flags, properties), qos, packet_id, received)
             case mc.PublishControl(_, _, qos, packet_id):
                 self.handle(mc.Answered(qos, packet_id, Reason.NOT_AUTHORIZED))
+            case mc.Forget(packet_id):
+                session.inbound.forget(packet_id, lambda: self.handle(mc.Forgotten(packet_id)))
             case mc.AfterCommit(event):
                 front.ingest.in_turn(lambda _: self.handle(event))
             case mc.Acked(packet_ids):

@@ -155,7 +155,6 @@ class Disk:
         self.commit_fails = 0.0
         self.commit_lies = 0.0
         """Chance that a commit lands and is reported as failed."""
-        self.on_lie: Callable[[Sequence[Row]], None] = lambda rows: None
         self.lies_next = False
         """The next commit does so."""
         self.commits_slow_until = 0.0

@@ -109,7 +109,6 @@ class SimIngest:
         # Others may append, and we may read it, before the writer's thread has told the loop.
         yield world.rng.random() * disk.commit_seconds
         if disk.lies():
-            disk.on_lie(rows)
             raise StoreDown("it was stored, and the answer was lost")
         return placed
 

@@ -28,9 +28,9 @@ from holdfast.sessions.outgoing import RetainedOrigin
 from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
-from holdfast.sessions.stored import content_of, filters_of, restore
+from holdfast.sessions.stored import RetainedBefore, content_of, filters_of, restore
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
-from holdfast.sessions.window import RELEASED, Delivery
+from holdfast.sessions.window import NOBODY, RELEASED, Delivery
 from holdfast.sim.front.disk import StoreDown, rows_at
 from holdfast.sim.front.world import Pending, Work
 
@@ -165,11 +165,7 @@ class SimSessions:
         match effect:
             case life.WriteRow(write):
                 self.world.tell(client_id, f"[{live.machine.state.name}] {show(write)}")
-                row = write.row
-                if write.take and row.born == row.connect:
-                    live.saved.clear()  # another session: what was saved of the one before is over
-                saved = live.saved.get(Content(row.subscriptions, row.cursors, row.packets))
-                self.front.rows.write((write, saved), lambda answer: self._written(client_id, live, write, answer))
+                self._write(client_id, live, write)
             case life.ReadRow(number):
                 self.front.rows.read(client_id, number, lambda found: self._give(client_id, found))
             case life.Welcome():
@@ -197,6 +193,22 @@ class SimSessions:
             case life.Forget():
                 if self.live.get(client_id) is live and live.machine.state is State.NONE:
                     del self.live[client_id]
+
+    def _write(self, client_id: str, live: Live, write: RowWrite) -> None:
+        row = write.row
+        content = Content(row.subscriptions, row.cursors, row.packets)
+        if write.take and row.born == row.connect and content == Content():
+            live.saved.clear()  # another session: what was saved of the one before is over
+        saved = live.saved.get(content)
+        inbound = live.inbound if live.session is None else live.session.inbound
+
+        def go() -> None:
+            self.front.rows.write((write, saved), lambda answer: self._written(client_id, live, write, answer))
+
+        if inbound is None or row.lease is not None:
+            go()
+        else:
+            inbound.when_settled(go)
 
     def _written(self, client_id: str, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
         if isinstance(answer, life.Written) and answer.verdict.accepted and write.subscribed:
@@ -241,6 +253,10 @@ class SimSessions:
             return
         self.front.lending.returned(connection, session)
         try:
+            if session.inbound.in_doubt:
+                table = self.front.disk.table
+                received = yield from self.front.rows.call(lambda: table.received([client_id]))
+                session.inbound.found(received.get(client_id, ()))
             yield from self._send_again(connection, session)
         except StoreDown:
             connection.close(Reason.SERVER_BUSY)
@@ -296,12 +312,14 @@ class SimSessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.on_released = lambda packet_id: self.front.rows.release((client_id, born, packet_id))
+        inbound.forget = lambda packet_id, forgotten: self.front.rows.release((client_id, born, packet_id), forgotten)
         session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
         session = restore(row, previous, self._sent_before() if previous else {})
-        session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
+        session.positions.on_moved = lambda: self.world.after(
+            0.0, lambda: self._give(row.client_id, life.Moved()), self.front.life
+        )
         return session
 
     def _sent_before(self) -> Mapping[Stream, int]:
@@ -321,10 +339,14 @@ class SimSessions:
                 return
             out = []
             for packet_id, delivery in some:
-                if packet_id not in found and delivery.qos != RELEASED:
+                if packet_id not in found and delivery.qos == 1:
                     session.window.drop(packet_id)  # nobody has it any more
                     truth.dropped(session.client_id, packet_id)
                     continue
+                if packet_id not in found and delivery.qos != RELEASED:
+                    truth.released(session.client_id, packet_id)
+                    delivery = Delivery(NOBODY, 0, RELEASED)
+                    session.window.restore(packet_id, delivery)
                 rows, row = found.get(packet_id, (None, 0))
                 packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, self.world.now)
                 if len(packet) <= outlet.packet_max:
@@ -340,6 +362,11 @@ class SimSessions:
             origin = delivery.origin
             if isinstance(origin, RetainedOrigin):
                 found[packet_id] = (origin.rows, delivery.offset)
+            elif isinstance(origin, RetainedBefore):
+                if (
+                    now := self.front.delivery.machine.retained.one(origin.topic, origin.time, self.world.now)
+                ) is not None:
+                    found[packet_id] = (now, 0)
             elif isinstance(origin, StreamOrigin) and delivery.qos != RELEASED:
                 yield self.world.rng.random() * disk.seconds
                 if disk.fails(disk.fetch_fails / 10):

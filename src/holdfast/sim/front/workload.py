@@ -34,9 +34,6 @@ class FrontWorkload:
         rng = world.rng
         self.disk = disk = Disk(world, rng.choice([1, 1, 2, 3]), shared=rng.random() < 0.5)
         self.truth = Truth(world, disk)
-        disk.on_lie = lambda rows: self.truth.may_repeat.update(
-            row.payload.partition(b".")[0] for row in rows if row.payload
-        )
         self._draw_faults()
         slices = rng.choice([1, 1, 2])
         counts = rng.random() < 0.3
@@ -85,6 +82,7 @@ class FrontWorkload:
             piece=rng.choice([40, 600, 4000]),
             rap=v5 and rng.random() < 0.2,
             no_local=v5 and rng.random() < 0.2,
+            low_ids=rng.random() < 0.5,
             identifiers=v5 and rng.random() < 0.4,
             shares=shares,
             own=own,
