@@ -391,9 +391,8 @@ class Log:
             if shard_by == "topic" and wanted.exact and head.stream.shard != _shard(wanted.text, shards[number]):
                 continue
             if head.sealed and number not in alive:
-                alive[number] = any(
-                    wanted.matching(self.backend.topics(log, number, prefix)) for prefix in prefixes(wanted.parts)
-                )
+                begins = prefixes({part.prefix for part in wanted.parts})
+                alive[number] = any(wanted.matching(self.backend.topics(log, number, begin)) for begin in begins)
             if alive.get(number, True):
                 found.append(head)
         return found
