@@ -606,7 +606,7 @@ def test_frozen_for_too_long_is_closed() -> None:
     effects = node.wait(30.0)
     assert effects[0] == Close("t1", Reason.SERVER_BUSY)
     node.write()
-    assert (node.row.cursors, node.row.left_at) == (b"5", 1049.5)
+    assert (node.row.cursors, node.row.lease, node.row.left_at) == (b"5", 1, None), "left to the sweep"
 
 
 def test_a_disconnect_during_a_resume_keeps_its_new_expiry() -> None:
@@ -660,8 +660,9 @@ def test_a_clean_stop_saves_only_what_is_unsaved() -> None:
     other.content = Content(b"", b"5")
     effects = other.do(Stop(Reason.USE_ANOTHER_SERVER))
     assert effects[0] == Close("t1", Reason.USE_ANOTHER_SERVER)
-    other.write()
-    assert (other.row.cursors, other.row.will_due, other.row.left_at) == (b"5", 1015.0, 1015.0)
+    assert other.write() == [Forget()]
+    assert (other.row.cursors, other.row.lease) == (b"5", 1), "under its lease, which ends"
+    assert (other.row.will_due, other.row.left_at) == (None, None), "whoever sees that the lease has ended counts"
     assert other.table.published == []
 
 

@@ -834,15 +834,20 @@ class SessionLife:
 
     def _go_on_leaving(self, now: float) -> None:
         row, departure = self.row, self._departure
-        if departure is not None and departure.grace_secs and not departure.lease_stays and not self._is_unsaved:
-            # The node's own fault, and nothing new: the sweep finds the row once the lease has ended.
+        # The node's own fault: the row stays under its lease, which ends, and the sweep finds it. How long its client
+        # has to come back then counts from when there is a node to come back to.
+        left_to_sweep = departure is not None and departure.grace_secs > 0 and not departure.lease_stays
+        if left_to_sweep and not self._is_unsaved:
             self.row = row = self._departure = departure = self._memory = None
         if self._waiting is not None and row is not None and self._trusts(now):
             self._take_from_memory(now)
         elif departure is not None:
             if self._again_at == inf:
                 assert row is not None
-                change = left(self._remembered(row), departure, self._time(now))
+                if left_to_sweep and self._memory is not None:
+                    change = Change(flushed(row, self._memory))
+                else:
+                    change = left(self._remembered(row), departure, self._time(now))
                 self._write(_Pending(write(row, change, take=False, filters_of=self.node.filters_of)))
         else:
             self._let_go(now)

@@ -581,7 +581,7 @@ class SimNode:
         self._die()
 
     def stop(self, reason: int, drains: bool) -> None:
-        """Clients are told, rows with something unsaved are written away, then the lease is revoked."""
+        """Clients are told, what is unsaved is saved, then the lease is revoked."""
         self.world.tell(self, "is drained" if drains else "STOPS")
         self.accepting = False
         for client in list(self.hosted):
