@@ -18,6 +18,10 @@ RUN_ELSEWHERE = {"make demo", "make test", "make fast", "make check", "make benc
 """These run this very test, or run for long; `.ci/run` runs check and test, and test_demo the demo."""
 
 
+RUN_WITH_NODES = {"cluster.md"}
+"""Its commands need a cluster to be run against; tests/e2e/cluster/test_document.py has one."""
+
+
 def fenced(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
@@ -40,7 +44,7 @@ def test_what_the_document_shows_works(path: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         if (promised := re.search(r"prints `(.*?)`", path.read_text())) and "print(" in program:
             assert promised[1] in done.stdout
-    for command in commands(path):
+    for command in commands(path) if path.name not in RUN_WITH_NODES else ():
         if command in RUN_ELSEWHERE:
             continue
         assert command.startswith(".venv/bin/"), f"{path.name}: how is {command!r} to be run?"
