@@ -9,8 +9,10 @@ import argparse
 import itertools
 import os
 import random
+import sqlite3
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,8 @@ from holdfast.log.retention import maintain
 BLOCK = 1000
 TOPICS = 10_000
 PAYLOAD = 200
+UPKEEP_RESTS = 4.0
+"""As a node has it."""
 STREAM = Stream("bench", 0, 1)
 
 
@@ -162,6 +166,55 @@ def bench_index(log: Log, blocks: int) -> bool:
     return ok
 
 
+def bench_drop(log: Log, topics: int) -> bool:
+    """How long appends wait while a generation with many topics is deleted."""
+    log.create("drop", shards=16)
+    for first in range(0, topics, 10 * BLOCK):
+        names = [f"vehicle/{n}/telemetry" for n in range(first, first + 10 * BLOCK)]
+        log.append("drop", Batch(names, [b"1"] * len(names), [f"vehicle-{n % 100}" for n in range(len(names))]))
+    log.seal("drop")
+    maintain(log)
+    log.drop("drop", 1)
+    log.create("live", shards=1)
+    one = [Batch(["vehicle/1/telemetry"], [os.urandom(PAYLOAD)], "bench")]
+    append_all(log, one * 50, "live")
+    calm = append_all(log, one * 1000, "live")
+    upkeep = threading.Thread(target=maintain, args=(log,), kwargs={"rests": UPKEEP_RESTS})
+    begin = time.perf_counter()
+    upkeep.start()
+    times: list[float] = []
+    while upkeep.is_alive():
+        times += append_all(log, one, "live")
+    print(f"   {'deleted within':<58} {time.perf_counter() - begin:.1f} s")
+    print(f"   {'one durable message before':<58} {spread(calm, 'ms', 1e3)}")
+    print(f"   {'one durable message meanwhile':<58} {spread(times, 'ms', 1e3)}")
+    what = f"longest append while {topics:,} topics are deleted"
+    return result(what, max(times) * 1e3, "ms", at_most=50)
+
+
+def bench_foreign_reader(log: Log, path: Path, blocks: int) -> bool:
+    """How long appends wait when a reader of another process lets go of the WAL, and what is left of it."""
+    log.create("read", shards=1)
+    wal = path.with_name(path.name + "-wal")
+    work = batches(blocks)
+    append_all(log, work[:50], "read")
+    foreign = sqlite3.connect(path, isolation_level=None)
+    foreign.execute("begin")
+    foreign.execute("select count(*) from streams").fetchone()
+    held = append_all(log, work, "read")
+    largest = wal.stat().st_size
+    foreign.close()
+    free: list[float] = []
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < 20 and wal.stat().st_size > 64 << 20:
+        free += append_all(log, work[:1], "read")
+    print(f"   {'append of 1,000 while it reads':<58} {spread(held, 'ms', 1e3)}")
+    print(f"   {'append of 1,000 after it has gone':<58} {spread(free, 'ms', 1e3)}")
+    ok = result("longest append after it has gone", max(free) * 1e3, "ms", at_most=200)
+    print(f"   {'WAL at its largest':<58} {largest / 2**20:,.0f} MB")
+    return result("until it is small again", time.perf_counter() - begin, "s", at_most=20) and ok
+
+
 def run(new_store: Callable[[], str], folder: Path, messages: int, append_target: float) -> bool:
     url = new_store()
     heading(f"log on {url.split('?')[0].split(str(folder))[0]}…: {PAYLOAD}-byte messages, {TOPICS:,} topics")
@@ -172,6 +225,12 @@ def run(new_store: Callable[[], str], folder: Path, messages: int, append_target
         if url.startswith("sqlite"):
             ok &= bench_single(log, folder)
         ok &= bench_index(log, max(50, blocks // 10))
+    with holdfast.open(new_store()) as log:
+        ok &= bench_drop(log, messages)
+    if url.startswith("sqlite"):
+        url = new_store()
+        with holdfast.open(url) as log:
+            ok &= bench_foreign_reader(log, Path(url.removeprefix("sqlite:///")), blocks)
     with holdfast.open(new_store()) as small, holdfast.open(new_store()) as large:
         return bench_growth(small, large, max(50, blocks // 5)) and ok
 

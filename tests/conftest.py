@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from servers import CannotRun, EtcdServer, PostgresServer
 
@@ -18,6 +19,10 @@ NO_SKIPS = os.environ.get("HOLDFAST_NO_SKIPS", "") not in ("", "0")
 
 # Twenty JVMs live for seconds each here: the thorough compiler's work (a fifth of all they do) would never pay.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+
+# How long an example takes says something about the machine, not about what is tried.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 _skipped: list[str] = []
 _prefixes = itertools.count(1)
@@ -62,7 +67,7 @@ def etcd_url(etcd_server: EtcdServer) -> str:
     return f"{etcd_server.url}/test-{next(_prefixes)}"
 
 
-LONG = ("spark/test_spark_cluster", "spark/", "test_demo", "test_docs", "e2e/test_kill")
+LONG = ("spark/test_spark_cluster", "campaign/", "spark/", "test_demo", "test_docs", "e2e/test_kill")
 """These come first, the longest before all others: two workers then end at about the same time."""
 
 

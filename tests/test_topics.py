@@ -49,9 +49,9 @@ def test_any_of_several_filters(wanted: list[str], asked: list[str]) -> None:
 
 def test_where_to_look_for_topics_that_match_any_of_several() -> None:
     parts = [TopicFilter(text) for text in ("a/b/+", "a/b/#", "a/c", "+/x")]
-    assert prefixes(parts) == ["", "a/b", "a/b/", "a/c"]
-    assert prefixes([TopicFilter(f"dev/{n}/+") for n in range(200)]) == ["dev/"]
-    assert prefixes([]) == []
+    assert prefixes({part.prefix for part in parts}) == ["", "a/b", "a/b/", "a/c"]
+    assert prefixes({f"dev/{n}/" for n in range(200)}) == ["dev/"]
+    assert prefixes(set()) == []
 
 
 def test_thousands_of_filters_cost_about_as_much_to_ask_as_a_few() -> None:

@@ -4,6 +4,7 @@ HoldfastError
 ├─ PeerError             the client broke MQTT; carries reason_code
 ├─ RequestError          the caller asked wrongly; nothing was changed
 │  ├─ UnknownStream      no such log, stream or generation
+│  ├─ UnknownSession     no such client id
 │  ├─ PreconditionFailed the stream was not where the caller expected it
 │  ├─ Conflict           it exists already, and is different
 │  └─ StaleEpoch         a newer holder exists; the old one is refused
@@ -39,6 +40,10 @@ class RequestError(HoldfastError):
 
 class UnknownStream(RequestError):
     """There is no such log, stream or generation (it may have been dropped by retention)."""
+
+
+class UnknownSession(RequestError):
+    """There is no session of that client id: it ended, or never began."""
 
 
 class PreconditionFailed(RequestError):

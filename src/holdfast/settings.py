@@ -49,6 +49,8 @@ class MqttSettings:
     """HOST:PORT for WebSocket; empty: none."""
     websocket_tls: str = ""
     """HOST:PORT for WebSocket over TLS; empty: none."""
+    advertise: str = ""
+    """Where clients reach this node, if that is not where it listens (behind a proxy, say), for `holdfast node ls`."""
     tls_certificate: str = ""
     """PEM file with the server's certificate chain."""
     tls_key: str = ""
@@ -99,6 +101,8 @@ class SessionSettings:
     """How long a node that has fallen silent keeps its sessions."""
     grace_secs: float = 15.0
     """How long the clients of a node that ended have to come back before they count as gone."""
+    drain_per_sec: float = 500.0
+    """How many clients a second `holdfast node drain` sends away, unless it says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +173,7 @@ class Settings:
     metadata: str = ""
     """Where groups, leases and copies of cursors are kept; empty: in the store."""
     node_id: str = ""
-    """This node's name among others; empty: one is made up."""
+    """This node's name, which no other node of the cluster has; empty: one is made up with every start."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log: LogSettings = field(default_factory=LogSettings)

@@ -7,7 +7,7 @@ with `$`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -88,6 +88,11 @@ class TopicFilter:
         return self.text == "#"
 
     @property
+    def below(self) -> bool:
+        """Does it mean one topic, its prefix, and all below that?"""
+        return self.text == self.prefix + "/#"
+
+    @property
     def parts(self) -> tuple[TopicFilter, ...]:
         return (self,)
 
@@ -101,7 +106,9 @@ class TopicFilter:
 
     def matching(self, topics: Iterable[str]) -> list[int]:
         """Which of these match, by their place in the sequence."""
-        full = self._full or self._compiled()
+        full, prefix = self._full or self._compiled(), self.prefix
+        if prefix:  # far cheaper to ask, and mostly the answer
+            return [i for i, topic in enumerate(topics) if topic.startswith(prefix) and full(topic)]
         return [i for i, topic in enumerate(topics) if full(topic)]
 
     def __repr__(self) -> str:
@@ -171,9 +178,9 @@ def any_of(filters: Iterable[str]) -> Wanted:
     return parts[0] if len(parts) == 1 else AnyOf(parts)
 
 
-def prefixes(parts: Iterable[TopicFilter]) -> list[str]:
-    """What topics that match any of these begin with: one prefix for all of them if there would be too many."""
-    found = sorted({part.prefix for part in parts})
+def prefixes(begins: Set[str]) -> list[str]:
+    """What topics begin with that begin with any of these: one prefix for all of them if there would be too many."""
+    found = sorted(begins)
     if len(found) <= PREFIXES_MAX:
         return found
     first, last = found[0], found[-1]

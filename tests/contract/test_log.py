@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,10 @@ import pytest
 
 import holdfast
 from holdfast import ABSENT, AppendKey, At, Batch, Beginning, Log, Message, Next, Since, Stream
-from holdfast.log import blocks
-from holdfast.log.contract import Data, NewBlock, Retained
+from holdfast.log import blocks, index
+from holdfast.log.contract import TOPICS_SWEPT, Data, NewBlock, Retained, within_bytes
 from holdfast.log.retention import FULL_ROWS, RetentionSettings, expire, maintain
+from holdfast.store.memory.log import MemoryLog
 
 Opener = Callable[[], Log]
 
@@ -467,7 +469,7 @@ def test_a_reader_goes_on_while_blocks_are_merged_under_it(log: Log) -> None:
 
 def test_retention_by_age_and_by_size_drops_whole_sealed_generations(log: Log) -> None:
     now = 1_000_000_000
-    log.clock = lambda: now
+    log.clock = log.steady = lambda: now
     for generation in range(1, 5):
         log.append("one", Batch(["t"] * 10, [b"1" * 100] * 10, times=generation * 100_000_000))
         log.seal("one")
@@ -505,6 +507,38 @@ def test_a_dropped_generation_leaves_no_rows_behind(log: Log) -> None:
     assert log.backend.bodies(bodies) == {}
     assert log.backend.topics("one", 1, "") == []
     assert [g.number for g in log.generations("one")] == [2]
+
+
+def test_a_dropped_generation_is_deleted_in_bounded_steps(log: Log) -> None:
+    """Whoever appends meanwhile waits for one of them, not for all."""
+    topics = 3 * TOPICS_SWEPT + 10
+    fill(log, topics, per=TOPICS_SWEPT)
+    log.seal("one")
+    maintain(log)
+    stream = log.head(ONE).id
+    log.drop("one", 1)
+    if isinstance(log.backend, MemoryLog):
+        assert log.backend.sweep(64) == 0, "in memory a generation is let go of at once"
+        return
+
+    def left() -> tuple[int, int]:
+        runs = log.backend.runs(stream, range(index.BUCKETS), 0)
+        return len(log.backend.topics("one", 1, "")), len(runs)
+
+    steps = [left()]
+    while log.backend.sweep(64):
+        steps.append(left())
+    assert steps[0] == (topics, index.BUCKETS) and steps[-1] == (0, 0)
+    for (topics_before, runs_before), (topics_after, runs_after) in itertools.pairwise(steps):
+        assert topics_before - topics_after <= TOPICS_SWEPT
+        assert topics_before == topics_after or runs_before == runs_after, "one kind at a time"
+
+
+def test_large_runs_are_deleted_a_few_at_a_time() -> None:
+    runs = [(1, bucket, 0, size) for bucket, size in enumerate([60, 30, 10, 1])]
+    assert within_bytes(runs, 100) == runs[:3]
+    assert within_bytes(runs, 10) == runs[:1], "at least one, or it would never end"
+    assert within_bytes([], 10) == []
 
 
 def test_statistics(log: Log) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from holdfast.delivery import delivery as dv
 from holdfast.delivery.delivery import Delivery, DeliverySettings
 from holdfast.delivery.outlet import Outlet
@@ -144,6 +146,33 @@ def test_forty_loans_of_one_client_are_all_read_and_two_at_a_time():
     world.settle()
     assert sorted(map(int, world.got[outlet])) == list(range(200))
     assert outlet.reads == 0 and not outlet.waiting
+
+
+@pytest.mark.parametrize("fetches_max", [2, 1, 0], ids=["both are read", "one waits for a thread", "both wait"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_loans_that_end_while_they_are_read_leave_their_places_to_the_next(fetches_max: int, fails: bool):
+    """Those that began meanwhile waited for a place, and nobody told them: neither reads nor commits went on."""
+    world = World(fetches_max=2)
+    for n in range(4):
+        world.commit("t", b"%d" % n)
+    outlet, other = world.client(), world.client()
+    for _ in range(2 - fetches_max):
+        world.loan(other, "t")
+    over = [world.loan(outlet, "t") for _ in range(2)]
+    assert len(world.fetches) == 2 and outlet.reads == 2
+    for feed in over:
+        world.give(dv.LoanStopped(outlet, feed))
+    feed = world.loan(outlet, "t")
+    for fetch in world.fetches if fails else ():
+        world.give(dv.FetchFailed(fetch.reader))
+    if fails:
+        world.fetches.clear()
+        world.now = world.machine.deadline
+        world.give(TICK)
+    while world.answer():
+        pass
+    assert world.got[outlet] == [b"0", b"1", b"2", b"3"]
+    assert outlet.loans[feed].status is ReaderStatus.LIVE and outlet.reads == 0
 
 
 def test_one_that_does_not_read_costs_a_bound_whatever_is_published():

@@ -18,6 +18,7 @@ from holdfast.groups.protocol.events import (
     LeaseOpened,
     LeaseRenewed,
     Taken,
+    Yield,
 )
 from holdfast.groups.protocol.messages import Carried, Invalidate, LeaderWanted, LeaveGroup, UpdateProgress
 from holdfast.groups.protocol.nouns import GroupId, Mark
@@ -166,3 +167,41 @@ def test_an_illegal_move_tells_its_story() -> None:
     with pytest.raises(BrokenInvariant) as failure:
         election._move(election.claims[GROUP], ClaimState.COOLING)
     assert "CLAIMING -> COOLING" in str(failure.value)
+
+
+# -- a node that is about to go ----------------------------------------------------------------------------------------
+
+OTHERS = [Address(node, "leader", str(GROUP)) for node in ("n1", "n9")]
+
+
+def test_a_node_that_yields_claims_nothing_and_asks_the_others() -> None:
+    machine = registry()
+    assert machine.handle(Yield(("n1", "n2", "n9")), 0.0) == []
+    assert machine.handle(wanted(A, 0.0), 0.0) == [Send(to, wanted(A, 0.0)) for to in OTHERS]
+    foreign = LeaderWanted(A, Address("n9", "agent", "a/1"), GROUP, "b", 0.0)
+    assert machine.handle(foreign, 0.1) == [], "it asks again, and elsewhere"
+    assert machine.waiting == {}
+
+
+def test_a_node_that_has_nobody_to_yield_to_leads_on() -> None:
+    machine = registry()
+    machine.handle(Yield(()), 0.0)
+    assert machine.handle(wanted(A, 0.0), 0.0) == [OpenLease(0.0, 5.0)]
+
+
+def test_a_claim_that_was_under_way_is_given_back() -> None:
+    machine = registry()
+    machine.handle(wanted(A, 0.0), 0.0)
+    machine.handle(LeaseOpened(3, 0.0), 0.0)
+    machine.handle(Yield(("n1", "n9")), 0.1)
+    effects = machine.handle(Claimed(GROUP, 3, 5), 0.2)
+    assert effects == [Resign(GROUP, 5), *(Send(to, wanted(A, 0.0)) for to in OTHERS)]
+    assert not machine.election.holds(GROUP)
+
+
+def test_a_leader_that_is_still_here_is_asked_until_it_has_retired() -> None:
+    machine = leading()
+    machine.handle(Yield(("n1", "n9")), 0.1)
+    assert machine.handle(wanted(B, 0.2), 0.2) == [Send(HERE, wanted(B, 0.2))]
+    assert machine.handle(LeaderRetired(GROUP, 5, True), 0.3) == [Resign(GROUP, 5)]
+    assert machine.handle(wanted(B, 0.4), 0.4) == [Send(to, wanted(B, 0.4)) for to in OTHERS]

@@ -6,7 +6,9 @@ import pytest
 
 from holdfast.errors import RequestError
 from holdfast.groups.protocol.nouns import GroupId
-from holdfast.groups.shares import is_shared, parse_share
+from holdfast.groups.shares import PREFIXES, is_shared, parse_share
+from holdfast.sessions.subscriptions import Subscription
+from holdfast.topics import LEVELS_MAX
 
 
 @pytest.mark.parametrize("prefix", ["$share", "$shared", "$shares", "$queue"])
@@ -34,3 +36,11 @@ def test_incomplete_ones_say_what_they_lack(text: str) -> None:
 @pytest.mark.parametrize("group", [GroupId("g", "a/b"), GroupId("a:b", "c:d"), GroupId("50%3A", "#")])
 def test_a_group_is_addressed_by_name_and_filter(group: GroupId) -> None:
     assert GroupId.parse(str(group)) == group
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_shared_filter_may_be_as_deep_as_any_other(prefix: str) -> None:
+    """Group and prefix counted as levels: the group was made, and nobody could join it."""
+    deep = "/".join("a" * LEVELS_MAX)
+    shared = Subscription(f"{prefix}/g/{deep}", 1)
+    assert shared.matcher.matches(deep) and not shared.matcher.matches(shared.filter)

@@ -191,11 +191,26 @@ def test_it_leaves_once_whatever_ends_it_first():
 def test_a_good_bye_voids_the_will_and_may_change_the_expiry():
     machine = opened(welcome={"session_expiry": 100})
     packet = codec.encode_disconnect(p.Disconnect(0, {"session_expiry": 5}), 5)
-    (leave, end) = machine.handle(mc.Received(packet), 0.0)
-    assert (leave.goodbye, leave.expiry) == (True, 5) and isinstance(end, mc.EndSending)
+    (leave,) = machine.handle(mc.Received(packet), 0.0)
+    assert (leave.goodbye, leave.expiry) == (True, 5)
     machine = opened(welcome={"session_expiry": 0})
     effects = machine.handle(mc.Received(packet), 0.0)
     assert written(effects)[2] == Reason.PROTOCOL_ERROR, "a session that ends with it cannot be revived"
+
+
+def test_the_end_is_kept_from_a_client_that_says_good_bye_until_that_is_stored():
+    goodbye = mc.Received(codec.encode_disconnect(p.Disconnect(), 5))
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.handle(mc.GoodbyeStored(), 0.2) == [mc.EndSending()]
+    assert machine.handle(mc.GoodbyeStored(), 0.3) == []
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.deadline == 1.0
+    assert machine.handle(TICK, 1.0) == [mc.EndSending()], "it does not wait for ever"
+    machine = opened()
+    machine.handle(goodbye, 0.0)
+    assert machine.handle(mc.Ended(), 0.1) == [mc.CloseSocket()], "who does not wait is let go"
 
 
 def test_what_was_sent_before_the_end_of_the_stream_still_counts():
@@ -234,12 +249,32 @@ def test_qos_2_is_taken_once_however_often_it_is_sent():
     assert written(machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0)) == b"\x70\x03\x00\x05\x92"
 
 
+def test_a_packet_id_is_free_once_no_store_knows_it():
+    """A client that was told sooner could use it for something new, and a crash would make that look like the old."""
+    inbound = Inbound([5], born="b")
+    machine = opened(welcome={"inbound": inbound})
+    assert machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0) == [mc.FreeId(5)]
+    assert 5 in inbound
+    assert written(machine.handle(mc.IdFreed(5), 0.0)) == b"\x70\x02\x00\x05"
+    assert 5 not in inbound
+
+
 def test_qos_2_that_could_not_be_stored_may_come_again():
     inbound = Inbound()
     machine = opened(welcome={"inbound": inbound})
     machine.handle(mc.Received(publish(qos=2, packet_id=5)), 0.0)
     effects = machine.handle(mc.StoredOne(2, 5, False), 0.0)
     assert 5 not in inbound and written(effects) == codec.encode_disconnect(p.Disconnect(Reason.SERVER_BUSY), 5)
+
+
+def test_no_qos_2_is_taken_while_nobody_knows_which_are_stored():
+    """One of an earlier connection fails when its client is back already, and is about to send it again."""
+    inbound = Inbound()
+    inbound.take(5)
+    machine = opened(welcome={"inbound": inbound})
+    inbound.failed(5)
+    assert written(machine.handle(mc.Received(publish(qos=2, packet_id=5, dup=True)), 0.0))[2] == Reason.SERVER_BUSY
+    assert 5 not in inbound
 
 
 def test_rights_that_change_reach_known_topics_and_aliases():

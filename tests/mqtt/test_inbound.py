@@ -19,11 +19,18 @@ def test_whoever_lets_go_waits_until_every_publish_is_stored_or_has_failed():
 
 
 def test_one_that_failed_may_be_stored_all_the_same_and_stays_in_the_store():
-    inbound, released = Inbound(), []
-    inbound.on_released = released.append
+    inbound = Inbound()
     inbound.take(4)
     inbound.failed(4)
-    assert inbound.in_doubt and 4 not in inbound and not released
+    assert inbound.in_doubt and 4 not in inbound
     inbound.found([4])
     assert not inbound.in_doubt and inbound.is_stored(4)
-    assert inbound.release(4) and released == [4]
+
+
+def test_whoever_lets_go_waits_until_what_was_released_is_removed():
+    inbound, said = Inbound({1}), []
+    inbound.free(1)
+    inbound.when_settled(lambda: said.append("settled"))
+    assert not said and 1 in inbound
+    inbound.forget(1)
+    assert said == ["settled"] and 1 not in inbound

@@ -606,7 +606,7 @@ def test_frozen_for_too_long_is_closed() -> None:
     effects = node.wait(30.0)
     assert effects[0] == Close("t1", Reason.SERVER_BUSY)
     node.write()
-    assert (node.row.cursors, node.row.left_at) == (b"5", 1049.5)
+    assert (node.row.cursors, node.row.lease, node.row.left_at) == (b"5", 1, None), "left to the sweep"
 
 
 def test_a_disconnect_during_a_resume_keeps_its_new_expiry() -> None:
@@ -619,6 +619,21 @@ def test_a_disconnect_during_a_resume_keeps_its_new_expiry() -> None:
     node.work()
     assert (node.row.expiry_secs, node.row.will, node.row.lease) == (3, None, None)
     assert node.table.published == []
+
+
+@pytest.mark.parametrize("how", [Gone("t1"), Stop(Reason.USE_ANOTHER_SERVER, lease_stays=True)])
+def test_who_goes_during_a_resume_leaves_the_last_word(how: Any) -> None:
+    """Otherwise the next owner cannot know which packet ids its client has seen, and QoS 2 comes twice."""
+    node = here(expiry=60)
+    node.life._content = lambda leaving: Content(b"", b"7", b"last" if leaving else b"flushed")
+    node.wait(6.0)
+    node.node.granted(7, 6.0)
+    node.do(TICK)
+    assert node.life.state is State.TAKING
+    node.do(how)
+    node.write()
+    node.work()
+    assert (node.row.lease, node.row.cursors, node.row.packets) == (None, b"7", b"last")
 
 
 def test_a_take_that_lands_after_the_lease_waits_for_the_next() -> None:
@@ -645,9 +660,64 @@ def test_a_clean_stop_saves_only_what_is_unsaved() -> None:
     other.content = Content(b"", b"5")
     effects = other.do(Stop(Reason.USE_ANOTHER_SERVER))
     assert effects[0] == Close("t1", Reason.USE_ANOTHER_SERVER)
-    other.write()
-    assert (other.row.cursors, other.row.will_due, other.row.left_at) == (b"5", 1015.0, 1015.0)
+    assert other.write() == [Forget()]
+    assert (other.row.cursors, other.row.lease) == (b"5", 1), "under its lease, which ends"
+    assert (other.row.will_due, other.row.left_at) == (None, None), "whoever sees that the lease has ended counts"
     assert other.table.published == []
+
+
+def test_a_client_that_is_sent_elsewhere_by_a_node_that_stays_is_written_away() -> None:
+    node = here(will=WILL)
+    effects = node.do(Stop(Reason.USE_ANOTHER_SERVER, lease_stays=True))
+    assert effects[0] == Close("t1", Reason.USE_ANOTHER_SERVER)
+    assert of(node.work(), Forget)
+    assert (node.row.lease, node.row.will_due, node.row.left_at) == (None, 1015.0, 1015.0)
+    assert node.table.published == [], "that was not its client's doing"
+
+
+# -- an operator ends it -----------------------------------------------------------------------------------
+
+
+def test_an_operator_takes_the_session_and_ends_it() -> None:
+    a = here(token="t1", will=WILL)
+    a.content = Content(b"a b", b"7")
+    a.do(Subscribed(1))
+    a.work()
+    b = Node(a.table, "B", 2)
+    b.do(Connect("end", True, 0, None, False, Reason.ADMINISTRATIVE_ACTION))
+    (asks,) = b.read()
+    assert a.do(asks.message)[0] == Close("t1", Reason.ADMINISTRATIVE_ACTION)
+    a.work()
+    b.do(Released("c", asks.message.epoch))
+    assert of(b.work(), Welcome)
+    assert b.last(WriteRow).write.unsubscribed == ["a", "b"]
+    b.do(Gone("end", goodbye=True, expiry_secs=0))
+    b.work()
+    assert b.row.dead
+    assert b.table.published == [WILL], "the session has ended without a good-bye of its client"
+
+
+def test_an_operator_cannot_end_a_session_that_is_none() -> None:
+    node = Node(Table())
+    node.do(Connect("end", True, 0, None, False, Reason.ADMINISTRATIVE_ACTION))
+    assert of(node.work(), Refuse) == [Refuse("end", Reason.QUOTA_EXCEEDED)]
+    assert node.table.written == 0
+
+
+def test_a_release_without_a_taker_only_disconnects() -> None:
+    node = here(expiry=60)
+    ask = Release("c", node.row.epoch, 1, Address("B", "session", "c"), Reason.ADMINISTRATIVE_ACTION)
+    assert node.do(ask)[0] == Close("t1", Reason.ADMINISTRATIVE_ACTION)
+    assert of(node.work(), Send) == [Send(Address("B", "session", "c"), Released("c", node.row.epoch))]
+    assert (node.row.lease, node.row.dead, node.row.due) == (None, False, 1060.0)
+
+
+def test_a_connect_that_is_not_welcome_yet_is_told_only_what_a_connack_can_say() -> None:
+    node = Node(Table())
+    node.do(Connect("t1", False, 60))
+    node.read()
+    refused = of(node.do(Connect("end", True, 0, None, False, Reason.ADMINISTRATIVE_ACTION)), Refuse)
+    assert refused == [Refuse("t1", Reason.SERVER_UNAVAILABLE)]
 
 
 def test_a_connect_that_waits_is_refused_when_the_node_stops() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import group, output, password, pipeline, session
+from holdfast.cli import group, node, output, password, pipeline, session
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 log_app = typer.Typer(no_args_is_help=True, help="Look at and look after the log.")
 app.add_typer(group.app, name="group")
+app.add_typer(node.app, name="node")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(session.app, name="session")
 app.add_typer(log_app, name="log")

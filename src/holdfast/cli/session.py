@@ -38,3 +38,21 @@ def show(
         for s in whole["subscriptions"]
     ]
     output.table(rows, False)
+
+
+@app.command("disconnect")
+def disconnect(
+    client_id: Annotated[str, typer.Argument(help="The client id.")], node: Node = DEFAULT, token: Token = None
+) -> None:
+    """End its connection, on whichever node that is. The session stays, and its client may come back."""
+    done = call(node, "POST", f"sessions/{part(client_id)}/disconnect", token=token)["disconnected"]
+    print(f"{client_id}: {'disconnected' if done else 'was not connected'}")
+
+
+@app.command("delete")
+def delete(
+    client_id: Annotated[str, typer.Argument(help="The client id.")], node: Node = DEFAULT, token: Token = None
+) -> None:
+    """End the session and its connection, on whichever node that is: subscriptions and cursors are gone."""
+    call(node, "DELETE", f"sessions/{part(client_id)}", token=token)
+    print(f"{client_id}: deleted")

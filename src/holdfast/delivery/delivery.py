@@ -606,9 +606,9 @@ class Delivery:
         else:
             outlet.session.outgoing.put(rows, range(len(rows.topics)))
 
-    def _make_hungry(self, outlet: Outlet) -> None:
+    def _make_hungry(self, outlet: Outlet, but: Reader | None = None) -> None:
         outgoing = outlet.session.outgoing
-        for reader in list(outlet.waiting):
+        for reader in [reader for reader in outlet.waiting if reader is not but]:
             if outlet.reads >= self._settings.reads_max or 2 * outgoing.bytes > self._settings.pending_bytes_max:
                 return
             if outlet.retained if reader is outlet.own else outgoing.rows >= self._settings.loan_rows:
@@ -623,7 +623,10 @@ class Delivery:
             reader = self._hungry.popleft()
             reader.request = reader.ask() if reader.status is ReaderStatus.READING else None
             if reader.request is None:
+                # It is over, or has to wait for its client: its place is for the next.
                 self._stop_reading(reader)
+                if reader.outlet.attached:
+                    self._make_hungry(reader.outlet, but=reader)
                 continue
             self._fetching += 1
             room = self._settings.pending_bytes_max - reader.outlet.session.outgoing.bytes
@@ -636,10 +639,10 @@ class Delivery:
         if reader.status is ReaderStatus.READING:
             reader.take(found)
         self._stop_reading(reader)
-        if reader.status is not ReaderStatus.OVER:
-            self._serve(reader.outlet, now, effects)
+        self._serve(reader.outlet, now, effects)
 
     def _stop_reading(self, reader: Reader) -> None:
+        """Also if it is over: others of its outlet may wait for its place."""
         reader.outlet.reads -= 1
         reader.request = None
         if reader.status is ReaderStatus.READING:
@@ -656,8 +659,7 @@ class Delivery:
         while self._again and self._again[0][0] <= now:
             reader = self._again.popleft()[1]
             self._stop_reading(reader)
-            if reader.status is not ReaderStatus.OVER:
-                self._serve(reader.outlet, now, effects)
+            self._serve(reader.outlet, now, effects)
         self.deadline = self._again[0][0] if self._again else inf
 
     def _end(self, reader: Reader) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 
 from holdfast.log.contract import Data
 from holdfast.model import Batch, Micros
-from holdfast.topics import Wanted
+from holdfast.topics import FEW, Wanted
 
 try:
     from isal.isal_zlib import crc32  # the same sum, twenty times as fast
@@ -107,7 +108,7 @@ def matching_rows(batch: pa.RecordBatch, wanted: Wanted) -> pa.Int64Array | None
     words = batch.column(TOPIC)
     if wanted.everything and not pc.any(pc.starts_with(words.dictionary, "$")).as_py():
         return None
-    places = wanted.matching(words.dictionary.to_pylist())
+    places = _matching(words.dictionary, wanted)
     if len(places) == len(words.dictionary):
         return None
     if not places:
@@ -117,6 +118,19 @@ def matching_rows(batch: pa.RecordBatch, wanted: Wanted) -> pa.Int64Array | None
     else:
         mask = pc.is_in(words.indices, value_set=pa.array(places, pa.int32()))
     return pc.indices_nonzero(mask).cast(pa.int64())
+
+
+def _matching(words: pa.StringArray, wanted: Wanted) -> list[int]:
+    """Which of these topics match. Arrow knows at once which of them begin in the right way, mostly none."""
+    begins = {part.prefix for part in wanted.parts}
+    if len(begins) > FEW or "" in begins:
+        return wanted.matching(words.to_pylist())
+    masks = [pc.starts_with(words, begin) for begin in begins]
+    places = pc.indices_nonzero(reduce(pc.or_, masks))
+    if not len(places):
+        return []
+    numbers: list[int] = places.to_pylist()
+    return [numbers[at] for at in wanted.matching(words.take(places).to_pylist())]
 
 
 def empty() -> pa.RecordBatch:

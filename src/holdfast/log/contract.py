@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from holdfast.errors import PreconditionFailed, RequestError
@@ -20,6 +21,12 @@ Data = bytes | memoryview
 
 ABSENT = 0
 """As an expected next offset: the stream must hold nothing yet (create if absent)."""
+
+
+TOPICS_SWEPT = 1000
+RUNS_SWEPT = 256
+RUN_BYTES_SWEPT = 4 << 20
+"""What one step deletes at most of a dropped generation: whoever appends meanwhile waits for it."""
 
 
 class Head(NamedTuple):
@@ -196,6 +203,12 @@ class Reading:
         return sum(chunk.batch.num_rows for chunk in self.chunks)
 
 
+def within_bytes(runs: Sequence[tuple[int, int, int, int]], bytes_max: int) -> Sequence[tuple[int, int, int, int]]:
+    """The first of these runs (stream, bucket, first, bytes) that weigh no more than this together, at least one."""
+    weights = accumulate(size for *_, size in runs)
+    return runs[: max(1, sum(weight <= bytes_max for weight in weights))]
+
+
 def placed_from(text: str) -> list[Landed]:
     return [Landed(*row) for row in json.loads(text)]
 
@@ -275,7 +288,10 @@ class Backend(Protocol):
         """Make a sealed generation invisible. `sweep` frees its room."""
 
     def sweep(self, blocks_max: int) -> int:
-        """Delete up to this many blocks of dropped generations, or bodies merged into others; 0: none is left."""
+        """Delete up to this many blocks of dropped generations, or bodies merged into others; 0: nothing is left.
+
+        Of a generation that has no blocks any more, up to TOPICS_SWEPT topics or RUNS_SWEPT runs of the index.
+        """
 
     def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
         """Put one block in the place of adjacent ones; False if they are no longer what they were."""

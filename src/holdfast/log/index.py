@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +23,16 @@ import numpy.typing as npt
 from holdfast.log.contract import Run
 
 BUCKETS = 64
-_SHIFT = 32 - 6
+SHIFT = 32 - 6
+"""Shifted by this, a hash is the number of its bucket."""
 
 Hashes = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
+N = TypeVar("N", bound=np.integer[Any])
 
 
 def topic_hash(topic: str) -> int:
     return zlib.crc32(topic.encode())
-
-
-def bucket_of(hash_: int) -> int:
-    return hash_ >> _SHIFT
 
 
 def pack(hashes: Iterable[int]) -> bytes:
@@ -45,20 +44,6 @@ def pack(hashes: Iterable[int]) -> bytes:
 
 def unpack(data: bytes) -> Hashes:
     return np.frombuffer(data, dtype="<u4")
-
-
-def contains_any(data: bytes, wanted: Hashes) -> bool:
-    """Does a block's hash list hold any of these (sorted) hashes?"""
-    return bool(_found(unpack(data), wanted).any())
-
-
-def _found(sorted_hashes: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
-    at = np.searchsorted(sorted_hashes, wanted)
-    at[at == len(sorted_hashes)] = 0
-    found: npt.NDArray[np.bool_] = (
-        sorted_hashes[at] == wanted if len(sorted_hashes) else np.zeros(len(wanted), dtype=bool)
-    )
-    return found
 
 
 def build(blocks: Sequence[tuple[int, bytes]], first: int, past: int, level: int) -> list[Run]:
@@ -79,7 +64,7 @@ def merge(runs: Sequence[Run], level: int) -> list[Run]:
 def _split(hashes: Hashes, bases: Offsets, first: int, past: int, level: int) -> list[Run]:
     order = np.lexsort((bases, hashes))
     hashes, bases = hashes[order], bases[order]
-    edges = np.searchsorted(hashes, np.arange(BUCKETS + 1, dtype=np.uint64) << np.uint64(_SHIFT))
+    edges = np.searchsorted(hashes, np.arange(BUCKETS + 1, dtype=np.uint64) << np.uint64(SHIFT))
     runs = []
     for bucket in range(BUCKETS):
         a, b = edges[bucket], edges[bucket + 1]
@@ -105,10 +90,14 @@ def postings(data: bytes) -> tuple[Hashes, Offsets]:
 
 def bases_with_any(data: bytes, wanted: Hashes) -> Offsets:
     """The first offsets of the blocks of a run in which any of these (sorted) hashes occurs."""
-    hashes, bases = postings(data)
+    return with_any(*postings(data), wanted)
+
+
+def with_any(hashes: Hashes, values: npt.NDArray[N], wanted: Hashes) -> npt.NDArray[N]:
+    """The values, each once, that stand beside any of the wanted hashes; both lists of hashes are sorted."""
     left = np.searchsorted(hashes, wanted, "left")
     right = np.searchsorted(hashes, wanted, "right")
     hit = left < right
     if not hit.any():
-        return np.empty(0, "<i8")
-    return np.unique(np.concatenate([bases[a:b] for a, b in zip(left[hit], right[hit], strict=True)]))
+        return values[:0]
+    return np.unique(np.concatenate([values[a:b] for a, b in zip(left[hit], right[hit], strict=True)]))

@@ -16,6 +16,7 @@ import pyarrow as pa
 from holdfast.errors import CorruptBlock, RequestError, UnknownStream
 from holdfast.log import blocks, index, small
 from holdfast.log.cache import BlockCache
+from holdfast.log.clock import SteadyClock
 from holdfast.log.contract import (
     Appended,
     AppendKey,
@@ -89,6 +90,8 @@ class Log:
         self.manifest = manifest
         """What the lake holds of these logs; None where the store can have no lake."""
         self.clock = clock
+        self.steady: Callable[[], Micros] = SteadyClock(lambda: self.clock())
+        """For whatever deletes what has become old."""
         self._on_close = on_close
         self.cache = BlockCache()
         self._watcher = watcher
@@ -388,9 +391,8 @@ class Log:
             if shard_by == "topic" and wanted.exact and head.stream.shard != _shard(wanted.text, shards[number]):
                 continue
             if head.sealed and number not in alive:
-                alive[number] = any(
-                    wanted.matching(self.backend.topics(log, number, prefix)) for prefix in prefixes(wanted.parts)
-                )
+                begins = prefixes({part.prefix for part in wanted.parts})
+                alive[number] = any(wanted.matching(self.backend.topics(log, number, begin)) for begin in begins)
             if alive.get(number, True):
                 found.append(head)
         return found

@@ -1,7 +1,8 @@
 """Keeping a log in shape: merge small blocks, index full ones, roll and drop generations.
 
 Every step is one short transaction and may be interrupted anywhere; the next round goes on from what it
-finds. Only blocks that will not be merged again are indexed.
+finds. Only blocks that will not be merged again are indexed. How old something is, the log's steady clock says: the
+wall clock may be wrong for a while, and what was dropped does not come back when it is right again.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def maintain(log: Log, settings: RetentionSettings = RetentionSettings(), rests:
             done.indexed += index_full(log.backend, head, pace)
             compact_runs(log.backend, head, pace)
     _sweep(log, done, pace)
-    log.backend.forget_writers(log.clock() - _WRITERS_KEPT_MICROS)
+    log.backend.forget_writers(log.steady() - _WRITERS_KEPT_MICROS)
     return done
 
 
@@ -107,7 +108,7 @@ def _roll(log: Log, name: str, settings: RetentionSettings) -> int:
     size = sum(h.bytes for h in heads)
     if not size:
         return 0
-    age = (log.clock() - open_.opened_at) / 1e6
+    age = (log.steady() - open_.opened_at) / 1e6
     too_old = settings.generation_seconds_max is not None and age >= settings.generation_seconds_max
     too_big = settings.generation_bytes_max is not None and size >= settings.generation_bytes_max
     if too_old or too_big:
@@ -129,7 +130,7 @@ def expire(log: Log, name: str, settings: RetentionSettings) -> int:
         if generation.sealed_at is None:
             break
         last = newest[generation.number] or generation.sealed_at
-        too_old = settings.keep_seconds is not None and log.clock() - last > settings.keep_seconds * 1e6
+        too_old = settings.keep_seconds is not None and log.steady() - last > settings.keep_seconds * 1e6
         too_much = settings.keep_bytes is not None and total > settings.keep_bytes
         if not (too_old or too_much) or not _may_drop(log, name, generation.number):
             break
@@ -159,10 +160,11 @@ def _merge_once(backend: Backend, head: Head, pace: Pace) -> int:
     # What is appended meanwhile waits for the next round.
     while offset < head.next_offset and (entries := backend.entries(head.id, offset, _PAGE_BLOCKS)):
         at_end = entries[-1].past >= head.next_offset
-        for group in _groups(entries, take_rest=head.sealed and at_end):
-            if len(group) > 1 and _merge(backend, head, group):
-                merged += len(group)
-            pace.step()
+        groups, rest = _grouped(entries)
+        for group in [*groups, rest] if head.sealed and at_end else groups:
+            if len(group) > 1:
+                merged += len(group) if _merge(backend, head, group) else 0
+                pace.step()
         offset = entries[-1].past
     return merged
 
@@ -171,14 +173,13 @@ def _full(entry: BlockEntry) -> bool:
     return entry.messages >= FULL_ROWS or entry.bytes >= FULL_BYTES
 
 
-def _groups(entries: Sequence[BlockEntry], take_rest: bool) -> list[list[BlockEntry]]:
-    """Adjacent small blocks that together make a full one, or are many; a rest waits for more."""
+def _grouped(entries: Sequence[BlockEntry]) -> tuple[list[list[BlockEntry]], list[BlockEntry]]:
+    """Adjacent small blocks that together make a full one, are many, or have a full one behind them; and the rest."""
     groups: list[list[BlockEntry]] = []
     open_: list[BlockEntry] = []
     for entry in entries:
         if _full(entry):
-            if len(open_) > 1:
-                groups.append(open_)
+            groups.append(open_)
             open_ = []
             continue
         open_.append(entry)
@@ -186,9 +187,7 @@ def _groups(entries: Sequence[BlockEntry], take_rest: bool) -> list[list[BlockEn
         if enough or len(open_) == _STEP_BLOCKS:
             groups.append(open_)
             open_ = []
-    if take_rest and len(open_) > 1:
-        groups.append(open_)
-    return groups
+    return groups, open_
 
 
 def _merge(backend: Backend, head: Head, group: Sequence[BlockEntry]) -> bool:
@@ -204,32 +203,32 @@ def _merge(backend: Backend, head: Head, group: Sequence[BlockEntry]) -> bool:
 
 
 def index_full(backend: Backend, head: Head, pace: Pace) -> int:
-    """Index full blocks, a run at a time; of a sealed stream every block, full or not."""
+    """Index what merging has left as it is, a run at a time; of a sealed stream every block."""
     indexed = 0
     while True:
         first = backend.indexed_to(head.id)
-        entries = backend.entries(head.id, first, RUN_BLOCKS)
-        ended = head.sealed and bool(entries) and entries[-1].past >= head.next_offset
-        if not entries or (len(entries) < RUN_BLOCKS and not ended):
+        entries = backend.entries(head.id, first, 2 * RUN_BLOCKS)
+        seen = [entry for entry in entries if entry.past <= head.next_offset]  # merging had no chance with the others
+        ended = head.sealed and bool(seen) and seen[-1].past >= head.next_offset
+        run = (seen if ended else _settled(seen))[:RUN_BLOCKS]
+        if not run or (len(run) < RUN_BLOCKS and not ended):
             return indexed
-        settled = _settled(entries, ended)
-        if not settled:
-            return indexed
-        stored = backend.hashes([entry.body for entry in settled])
-        if len(stored) != len(settled):
+        stored = backend.hashes([entry.body for entry in run])
+        if len(stored) != len(run):
             continue
-        part = [(entry.base, stored[entry.body]) for entry in settled]
-        backend.put_runs(head.id, [], index.build(part, first, settled[-1].past, level=1))
-        indexed += len(settled)
+        part = [(entry.base, stored[entry.body]) for entry in run]
+        backend.put_runs(head.id, [], index.build(part, first, run[-1].past, level=1))
+        indexed += len(run)
         pace.step()
 
 
-def _settled(entries: Sequence[BlockEntry], ended: bool) -> Sequence[BlockEntry]:
-    """The blocks of a run that merging has left as they are; a small one among full ones counts as well."""
-    if ended:
-        return entries
-    last_full = max((at for at, entry in enumerate(entries) if _full(entry)), default=-1)
-    return entries[: last_full + 1] if last_full + 1 == len(entries) else []
+def _settled(entries: Sequence[BlockEntry]) -> Sequence[BlockEntry]:
+    """All but the last small blocks, which wait for more.
+
+    What else is small stays so (alone among full ones, or beside a corrupt one) and must not hold up the index.
+    A rest has fewer blocks than a run, so of two runs' worth of blocks one can always be indexed.
+    """
+    return entries[: len(entries) - len(_grouped(entries)[1])]
 
 
 def compact_runs(backend: Backend, head: Head, pace: Pace) -> None:

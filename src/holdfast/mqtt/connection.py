@@ -85,6 +85,8 @@ class ConnectionSettings:
 
     connect_seconds: float = 10.0
     """How long a connection may take to say CONNECT."""
+    goodbye_seconds: float = 1.0
+    """How long a client that has said good-bye waits, at most, for that to be durable."""
     join_seconds: float = 15.0
     """How long a CONNECT may be without an answer: longer than a session is waited for."""
     packet_bytes_max: int = 1 << 20
@@ -150,6 +152,8 @@ class Refuse:
 
     reason: int
     version: int
+    server: str = ""
+    """Where to go instead (MQTT 5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,13 @@ class StoredOne:
 @dataclass(frozen=True, slots=True)
 class StoredBefore:
     """A QoS 2 publish that was sent again: what became of the first one is known by now."""
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class IdFreed:
+    """The store knows this packet id no more: the client may use it again."""
 
     packet_id: int
 
@@ -232,6 +243,13 @@ class Close:
     """End it with a word (MQTT 5) or without."""
 
     reason: int
+    server: str = ""
+    """Where to go instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoodbyeStored:
+    """What a DISCONNECT changed is durable, or need not be: the client may see the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +270,7 @@ ConnectionEvent = (
     | Stored
     | StoredOne
     | StoredBefore
+    | IdFreed
     | StoreFailed
     | Answered
     | Say
@@ -259,6 +278,7 @@ ConnectionEvent = (
     | HoldOn
     | Release
     | Close
+    | GoodbyeStored
     | BrokeMqtt
     | Tick
 )
@@ -333,6 +353,17 @@ class PublishControl:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeId:
+    """The client has released a QoS 2 publish whose packet id is stored: remove it, then answer IdFreed.
+
+    Were the client told sooner, it could use the id for something new, and whoever serves it next, after a crash, would
+    take that for the old one.
+    """
+
+    packet_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class AfterCommit:
     """Give this event back when everything that was published before is durable, or refused."""
 
@@ -387,6 +418,7 @@ ConnectionEffect = (
     | Publishes
     | PublishOne
     | PublishControl
+    | FreeId
     | AfterCommit
     | InNextTurn
     | Acked
@@ -419,6 +451,8 @@ class Connection:
         self._last_seen = now
         self._close_at = now + settings.connect_seconds
         """NEW and JOINING: when it must be OPEN; CLOSING: when it must be gone."""
+        self._goodbye_until = inf
+        """CLOSING: how long the end is kept from a client that has said good-bye."""
         self._data, self._at = b"", 0
         """What is being parsed, and how far it is."""
         self._chunks: list[bytes] = []
@@ -461,6 +495,8 @@ class Connection:
                 self._on_stored(inbox, heard)
             case StoredOne(qos, packet_id, ok):
                 self._on_stored_one(qos, packet_id, ok, now)
+            case IdFreed(packet_id):
+                self._on_id_freed(packet_id)
             case StoredBefore(packet_id):
                 self._on_stored_before(packet_id, now)
             case Tick():
@@ -471,6 +507,9 @@ class Connection:
                 self._hold(hold)
             case Release(hold):
                 self._release(hold, now)
+            case GoodbyeStored():
+                if self._goodbye_until < inf:
+                    self._end_socket(now)
             case Ended():
                 self._on_ended(now)
             case Lost():
@@ -495,8 +534,9 @@ class Connection:
                 self._answer(event)
             case Welcome():
                 self._on_welcome(event, now)
-            case Refuse(reason, version):
-                self._end(codec.encode_connack(p.Connack(reason), version), "refused", now)
+            case Refuse(reason, version, server):
+                refusal = p.Connack(reason, properties=_elsewhere(server))
+                self._end(codec.encode_connack(refusal, version), "refused", now)
             case RightsChanged(may_publish, expires_at):
                 self._set_rights(may_publish)
                 self._expires_at = expires_at
@@ -506,8 +546,8 @@ class Connection:
                 data = codec.encode_publish(p.Publish(topic, payload), self.version)
                 if len(data) <= self._packet_max and not self._socket_full:
                     self._write(data)
-            case Close(reason):
-                self._close(reason, "ended by us", now)
+            case Close(reason, server):
+                self._close(reason, "ended by us", now, server)
             case BrokeMqtt(error):
                 raise error
 
@@ -535,10 +575,13 @@ class Connection:
             heard = self._keep_alive_seconds and Hold.FROZEN not in self.holds  # it may have spoken: nobody reads
             silent = self._last_seen + 1.5 * self._keep_alive_seconds if heard else inf
             return min(silent, self._expires_at, self._close_at)
-        return inf if self.state is State.CLOSED else self._close_at
+        return inf if self.state is State.CLOSED else min(self._close_at, self._goodbye_until)
 
     def _on_tick(self, now: float) -> None:
         if now < self.deadline:
+            return
+        if now >= self._goodbye_until:
+            self._end_socket(now)
             return
         if now >= self._close_at:
             why = "its last word was not read" if self.closed else "no CONNECT in time"
@@ -619,6 +662,9 @@ class Connection:
 
     def _on_ended(self, now: float) -> None:
         if self.closed:
+            if self._goodbye_until < inf:
+                self._ended = True
+                self._end_socket(now)
             return
         self._ended = True
         if not self.keeps_open:
@@ -773,6 +819,9 @@ class Connection:
             self._answer(Answered(qos, packet_id, Reason.NOT_AUTHORIZED))
             return
         repeated = qos == 2 and packet_id in self._inbound
+        if qos == 2 and not repeated and self._inbound.in_doubt:
+            # One of an earlier connection has failed since, and this may be it: whoever comes back finds that out.
+            raise PeerError("nobody knows which publishes are stored", Reason.SERVER_BUSY)
         if qos and not repeated:
             self._count(1)
         if repeated:
@@ -836,13 +885,22 @@ class Connection:
             self._close(Reason.SERVER_BUSY, "publishes could not be stored", now)
 
     def _on_pubrel(self, packet: p.Pubrel) -> None:
-        if self._inbound.release(packet.packet_id):
-            self.under_way = max(0, self.under_way - 1)
-            self._write(b"\x70\x02" + PACKET_IDS[packet.packet_id])
+        if packet.packet_id in self._inbound:
+            if self._inbound.born:
+                self._inbound.free(packet.packet_id)
+                self._effects.append(FreeId(packet.packet_id))
+            else:
+                self._on_id_freed(packet.packet_id)
         elif self.version == p.V5:
             self._write(codec.encode(p.Pubcomp(packet.packet_id, Reason.PACKET_ID_NOT_FOUND), self.version))
         else:
             self._write(b"\x70\x02" + PACKET_IDS[packet.packet_id])
+
+    def _on_id_freed(self, packet_id: int) -> None:
+        """Another connection of the session may have asked for the same before."""
+        self._inbound.forget(packet_id)
+        self.under_way = max(0, self.under_way - 1)
+        self._write(b"\x70\x02" + PACKET_IDS[packet_id])
 
     def _on_disconnect(self, packet: p.Disconnect, now: float) -> None:
         expiry = packet.properties.get("session_expiry")
@@ -860,10 +918,14 @@ class Connection:
         version = self.version if self.state is State.OPEN else None
         self._end(codec.farewell(error, first, body, version, explain=False), str(error), now)
 
-    def _close(self, reason: int, why: str, now: float) -> None:
+    def _close(self, reason: int, why: str, now: float, server: str = "") -> None:
         if self.closed:
             return
-        last = codec.encode_disconnect(p.Disconnect(reason), self.version) if self.version == p.V5 else b""
+        last = b""
+        if self.version == p.V5:
+            last = codec.encode_disconnect(p.Disconnect(reason, _elsewhere(server)), self.version)
+            if len(last) > self._packet_max:
+                last = codec.encode_disconnect(p.Disconnect(reason), self.version)
         self._end(last, why, now)
 
     def _end(self, last: bytes, why: str, now: float, *, goodbye: bool = False, expiry: int | None = None) -> None:
@@ -876,6 +938,14 @@ class Connection:
         self._move(State.CLOSING)
         self._data, self._at, self.waiting = b"", 0, 0
         self._chunks.clear()
+        if goodbye and not self._ended:
+            # A client that waits for the end knows that its good-bye is durable.
+            self._close_at, self._goodbye_until = inf, now + self._settings.goodbye_seconds
+        else:
+            self._end_socket(now)
+
+    def _end_socket(self, now: float) -> None:
+        self._goodbye_until = inf
         self._effects.append(CloseSocket() if self._ended else EndSending())
         self._close_at = now + self._settings.linger_seconds
 
@@ -891,6 +961,10 @@ class Connection:
         if to not in LEGAL[self.state]:
             raise BrokenInvariant(f"a connection may not go from {self.state.name} to {to.name}", self.moves)
         self.state = to
+
+
+def _elsewhere(server: str) -> p.Properties:
+    return {"server_reference": server} if server else {}
 
 
 def _needed(data: bytes, at: int) -> int:

@@ -6,23 +6,24 @@ from collections.abc import Callable, Iterable
 
 
 class Inbound:
-    """Packet ids between PUBLISH and PUBREL, and whether each is stored. Only connections of the session change them.
+    """Packet ids between PUBLISH and PUBCOMP, and whether each is stored. Only connections of the session change them.
 
     A client may come back and send a publish again while the first one is still on its way to the log. So whoever
-    lets go of the session waits until every one of them is stored or has failed: whoever is next reads what is stored.
+    lets go of the session waits until every one of them is stored or has failed, and whatever was released is removed:
+    whoever is next reads what is stored, and nothing of ours changes it any more.
     """
 
-    __slots__ = ("_stored", "_waiting", "born", "in_doubt", "on_released")
+    __slots__ = ("_freeing", "_stored", "_waiting", "born", "in_doubt")
 
     def __init__(self, packet_ids: Iterable[int] = (), born: str = ""):
         self._stored = dict.fromkeys(packet_ids, True)
+        self._freeing: set[int] = set()
+        """Released by the client, and still known to the store."""
         self._waiting: list[Callable[[], None]] = []
         self.born = born
         """The life of the session that they are stored under; empty: nothing outlives the connection."""
         self.in_doubt = False
         """One has failed, and may be stored all the same: the store is to be asked before more are taken."""
-        self.on_released: Callable[[int], None] | None = None
-        """Told of each that need not be stored any more."""
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -52,11 +53,11 @@ class Inbound:
 
     @property
     def under_way(self) -> bool:
-        """Of some nobody knows yet whether they are stored."""
-        return not all(self._stored.values())
+        """Of some nobody knows yet whether they are stored, or still stored."""
+        return bool(self._freeing) or not all(self._stored.values())
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call this once all of them are stored or have failed; at once, if that is so already."""
+        """Call this once nothing is under way any more; at once, if that is so already."""
         if self.under_way:
             self._waiting.append(call)
         else:
@@ -71,9 +72,12 @@ class Inbound:
     def is_stored(self, packet_id: int) -> bool:
         return self._stored.get(packet_id, False)
 
-    def release(self, packet_id: int) -> bool:
-        """PUBREL; whether the id was known."""
-        known = self._stored.pop(packet_id, None) is not None
-        if known and self.on_released is not None:
-            self.on_released(packet_id)
-        return known
+    def free(self, packet_id: int) -> None:
+        """PUBREL: it is to be removed from the store."""
+        self._freeing.add(packet_id)
+
+    def forget(self, packet_id: int) -> None:
+        """It was released, and no store knows it any more."""
+        self._stored.pop(packet_id, None)
+        self._freeing.discard(packet_id)
+        self._settled()

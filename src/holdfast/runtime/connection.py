@@ -136,7 +136,10 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def close(self, reason: int) -> None:
-        self.handle(mc.Close(reason))
+        self.handle(mc.Close(reason, self._elsewhere(reason)))
+
+    def _elsewhere(self, reason: int) -> str:
+        return self._front.another_server or "" if reason == Reason.USE_ANOTHER_SERVER else ""
 
     def _arm(self) -> None:
         """One timer, which goes off no later than the deadline; one that went off too early is set again."""
@@ -199,7 +202,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, reason: int, version: int) -> None:
         self._front.metrics.refused.inc()
-        self.handle(mc.Refuse(reason, version))
+        self.handle(mc.Refuse(reason, version, self._elsewhere(reason)))
 
     def _publishes(self, effect: mc.Publishes) -> None:
         session, ingest = self.session, self._front.ingest
@@ -235,6 +238,11 @@ class Connection(asyncio.Protocol):
         self._front.ingest.publish_one(
             session.client_id, effect.topic, effect.payload, effect.flags, effect.properties, done, received
         )
+
+    def _free_id(self, effect: mc.FreeId) -> None:
+        if self.session is not None:
+            freed = lambda: self.handle(mc.IdFreed(effect.packet_id))  # noqa: E731
+            self._front.free_id(self.session, effect.packet_id, freed)
 
     def _publish_control(self, effect: mc.PublishControl) -> None:
         if self.session is None:
@@ -342,6 +350,7 @@ _PERFORM: dict[type, Callable[[Connection, Any], None]] = {
     mc.Publishes: Connection._publishes,
     mc.PublishOne: Connection._publish_one,
     mc.PublishControl: Connection._publish_control,
+    mc.FreeId: Connection._free_id,
     mc.AfterCommit: Connection._after_commit,
     mc.InNextTurn: Connection._in_next_turn,
     mc.Acked: Connection._acked,

@@ -51,6 +51,8 @@ class DeliveryHost:
         self.on_streams_changed: Callable[[], None] = lambda: None
         self.on_loan_news: Callable[[Outlet], None] = lambda outlet: None
         self.ask_clock: Callable[[Outlet], None] = lambda outlet: None
+        self.look_at_clock: Callable[[], None] = lambda: None
+        """Called before anything is decided: whoever may not be served any more is blocked by it."""
         self._connections: dict[Outlet, Connection] = {}
         self._pool = ThreadPoolExecutor(READERS, "holdfast-reader")
         self._shared_reads = SharedReads()
@@ -77,6 +79,7 @@ class DeliveryHost:
     # -- events ------------------------------------------------------------------------------------------
 
     def handle(self, event: dv.DeliveryEvent) -> None:
+        self.look_at_clock()
         now = self._loop.time()
         self.machine.wall_ahead = time.time() - now
         for effect in self.machine.handle(event, now):

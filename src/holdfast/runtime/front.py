@@ -68,6 +68,8 @@ class Front:
         """Topics by their bytes, shared by all connections that may publish anywhere."""
         self.sockets: set[Connection] = set()
         self.closing = False
+        self.another_server: str | None = None
+        """Not None: this node takes no clients; they are told to go there, or just to go if it is empty."""
         self._next_turn = 0.0
 
     # -- sockets -----------------------------------------------------------------------------------------
@@ -88,11 +90,15 @@ class Front:
 
     def gone(self, connection: Connection) -> None:
         self.sockets.discard(connection)
+        self._sessions.socket_gone(connection)
 
     def leave(self, connection: Connection, goodbye: bool, expiry: int | None) -> None:
         """The connection no longer serves its session."""
         self._control.gone(connection)
         self._sessions.leave(connection, goodbye, expiry)
+
+    def free_id(self, session: Session, packet_id: int, freed: Callable[[], None]) -> None:
+        self._sessions.free_id(session, packet_id, freed)
 
     def publish_control(self, connection: Connection, topic: str, payload: bytes) -> tuple[int, str]:
         """A PUBLISH to a topic that begins with `$`."""
@@ -107,6 +113,8 @@ class Front:
         """A CONNECT: who is it, which session is that, and welcome."""
         if self.closing:
             raise PeerError("shutting down", Reason.SERVER_UNAVAILABLE)
+        if self.another_server is not None:
+            raise PeerError("this node is being drained", Reason.USE_ANOTHER_SERVER)
         if len(self._sessions.connections) >= self.settings.limits.connections_max:
             raise PeerError("too many connections", Reason.SERVER_BUSY)
         if "authentication_method" in packet.properties:

@@ -126,7 +126,7 @@ class GroupAdmin:
             if group not in led and may_be_deserted(data):
                 # Its leader died, and nobody has come since: perhaps the members died with it. A new one will see.
                 await self._look_at(group)
-            elif expired(data, time.time()):
+            elif expired(data, self._store.log.steady() / 1e6):
                 try:
                     await self.ask(group, m.DeleteGroup(if_idle=True))
                 except HoldfastError as error:

@@ -148,6 +148,7 @@ class GroupHost:
         self._bus = NodeBus(bus, self.deliver)
         self._last_words: asyncio.Event | None = None
         self._outbox: list[tuple[Address, Any]] = []
+        self._retreating: set[Driver] = set()
 
     def start(self) -> None:
         self._bus.start(self._supervisor)
@@ -171,6 +172,19 @@ class GroupHost:
         await self.threads.lease(self.store.revoke_leases)
         self._dead_letters.close()
         self.threads.close()
+
+    def yield_to(self, others: Sequence[str]) -> bool:
+        """Leave groups to these nodes, from now on; whether none is led here any more. To be called again and again.
+
+        Without others this node leads on: a group is better led by one who is about to go than by nobody.
+        """
+        self._registry.give(ev.Yield(tuple(others)))
+        self._retreating.intersection_update(self._leaders.values())
+        for driver in [driver for driver in self._leaders.values() if driver not in self._retreating]:
+            if others:
+                self._retreating.add(driver)
+                driver.give(ev.Retreat(self._settings.revoke_secs))
+        return not others or not self._leaders
 
     def _check_last_words(self) -> None:
         if self._last_words is not None and not self.members.members and not self._leaders:

@@ -21,6 +21,7 @@ from holdfast.runtime.batch_members import BatchMembers
 from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.cursor_copies import CursorCopies
 from holdfast.runtime.delivery import DeliveryHost
+from holdfast.runtime.drain import DrainHost
 from holdfast.runtime.front import Front, auth_options
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import Ingest
@@ -32,10 +33,11 @@ from holdfast.runtime.sessions import Sessions
 from holdfast.runtime.subscribing import Subscribing
 from holdfast.runtime.supervisor import Supervisor
 from holdfast.runtime.sweep import Sweep
+from holdfast.sessions.drain import State as DrainState
 from holdfast.sessions.life import LifeSettings
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.sweep import SweepSettings
-from holdfast.settings import Settings
+from holdfast.settings import MqttSettings, Settings
 from holdfast.store import open_metadata, open_store
 
 logger = logging.getLogger("holdfast.node")
@@ -65,6 +67,8 @@ class Node:
         self.failure: str | None = None
         self.ended = asyncio.Event()
         """Set when the node cannot go on: whoever runs it should stop it."""
+        self.finished = asyncio.Event()
+        """Set when it is empty and was asked to end then."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
         self._copies: CursorCopies | None = None
@@ -144,6 +148,7 @@ class Node:
             self.ingest,
             self.delivery,
             self.sessions.save,
+            self.sessions.note,
             self.control,
             self.groups,
             self.notices,
@@ -163,9 +168,18 @@ class Node:
             self.notices,
             self.spawn,
         )
+        self.drain = DrainHost(
+            self.sessions,
+            self.groups,
+            settings.groups.revoke_secs,
+            self._send_clients_to,
+            self._others,
+            self.supervisor,
+        )
         self.delivery.on_streams_changed = self.groups.streams_changed
         self.delivery.on_loan_news = self.groups.report
         self.delivery.ask_clock = self.groups.see_clock
+        self.delivery.look_at_clock = self.sessions.look_at_clock
         self.groups.start()
         # Our own commits are delivered by the ingest itself.
         self._watch = self.log.watch(
@@ -180,7 +194,7 @@ class Node:
             await loop.run_in_executor(None, self._forget_nodes)
         self.lease = NodeLease(
             self.metadata,
-            NodeRecord(self.node_id, 0, time.time()),
+            NodeRecord(self.node_id, 0, time.time(), mqtt_addresses(settings.mqtt), settings.http.listen),
             settings.sessions.lease_secs,
             self._probe,
             self.sessions,
@@ -205,6 +219,8 @@ class Node:
         """Why this node should get no clients; None: it is well."""
         if not self.ready:
             return self.failure or "starting or stopping"
+        if self.drain.state is not DrainState.SERVING:
+            return "this node is drained"
         if (waiting := self.ingest.waiting_seconds) > COMMIT_SECONDS_MAX:
             return f"the store has not taken what was published for {waiting:.0f} s"
         if self.sessions.frozen:
@@ -271,6 +287,29 @@ class Node:
         """On a thread."""
         return {node.lease for node in nodes(self.metadata)}
 
+    def _others(self) -> list[str]:
+        """On a thread. Nodes that groups can be left to."""
+        return sorted(node.name for node in nodes(self.metadata) if node.name != self.node_id and not node.draining)
+
+    def _send_clients_to(self, server: str) -> None:
+        self.front.another_server = server
+        self.lease.describe(draining=True)
+
+    def begin_drain(self, server: str, clients_per_sec: float | None, then_stop: bool) -> None:
+        """Send all clients away, and stop then or wait for whoever stops it."""
+        self.drain.begin(server, clients_per_sec or self.settings.sessions.drain_per_sec)
+        if then_stop:
+            self.spawn(self._stop_when_empty())
+
+    async def _stop_when_empty(self) -> None:
+        await self.drain.emptied.wait()
+        self.finished.set()
+
+    async def members(self) -> list[NodeRecord]:
+        """Every node that is there."""
+        found = await asyncio.get_running_loop().run_in_executor(None, nodes, self.metadata)
+        return sorted(found, key=lambda node: (node.name, node.started_at))
+
     def _sessions_counted(self, count: int) -> None:
         self.sessions.stored = count
 
@@ -286,7 +325,7 @@ class Node:
 
     async def _purge_retained(self) -> None:
         """Retained messages that have expired, a few at a time; the store forgets those that nobody set anew."""
-        gone = self.delivery.machine.retained.purge(time.time(), PURGE_MAX)
+        gone = self.delivery.machine.retained.purge(self.log.steady() / 1e6, PURGE_MAX)
         if gone:
             await asyncio.get_running_loop().run_in_executor(None, self.log.forget_retained, LOG, gone)
 
@@ -323,6 +362,19 @@ class Node:
         flags = qos | (RETAIN if retain else 0)
         self.ingest.publish_one(publisher, topic, payload, flags, None, done.set_result)
         return await done
+
+
+def mqtt_addresses(settings: MqttSettings) -> list[str]:
+    """Where clients reach this node: where it is said to be, or where it listens."""
+    if settings.advertise:
+        return [settings.advertise]
+    listeners = {
+        "mqtt": settings.listen,
+        "mqtts": settings.tls,
+        "ws": settings.websocket,
+        "wss": settings.websocket_tls,
+    }
+    return [f"{scheme}://{where}" for scheme, where in listeners.items() if where]
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, call: Callable[[str], None], log: str) -> None:

@@ -34,9 +34,11 @@ class NodeRecord(msgspec.Struct):
     name: str
     lease: int
     started_at: float
-    mqtt: str = ""
+    mqtt: list[str] = []
     """Where clients reach it, as far as it knows."""
+    http: str = ""
     draining: bool = False
+    """It takes no clients, and sends away those it has."""
 
 
 class Leased(Protocol):
@@ -106,7 +108,6 @@ class NodeLease:
 
     def _open(self) -> Lease:
         lease = self._metadata.lease(self._seconds)
-        self._record = msgspec.structs.replace(self._record, lease=lease.id)
         self._said = b""
         self._lease = lease
         self._say()
@@ -114,9 +115,12 @@ class NodeLease:
 
     def _say(self) -> None:
         """A lease is known as alive before any row names it."""
-        data = msgspec.json.encode(self._record)
-        if data != self._said and self._lease is not None:
-            self._metadata.put(node_key(self._record.name, self._lease.id), data, self._lease)
+        if (lease := self._lease) is None:
+            return
+        # `describe` changes the record on another thread: which lease it is, only this thread says.
+        data = msgspec.json.encode(msgspec.structs.replace(self._record, lease=lease.id))
+        if data != self._said:
+            self._metadata.put(node_key(self._record.name, lease.id), data, lease)
             self._said = data
 
     def _tell(self, call: Callable[..., None], *given: Any) -> None:

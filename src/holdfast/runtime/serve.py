@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import uvicorn
@@ -85,7 +85,7 @@ async def _serve(settings: Settings) -> None:
         # What is here by now stays. A full collection would look at all of it again: 30 ms in which nobody is served.
         gc.collect()
         gc.freeze()
-        await _first(stop, node.ended)
+        await _first(stop, node.ended, node.finished)
         logger.info("stopping")
     logger.info("stopped")
     if node.ended.is_set():
@@ -108,13 +108,14 @@ async def running(settings: Settings) -> Any:
     3. Let clients in. Only when all of this has happened is the node ready.
     """
     context = tls_context(settings.mqtt)
+    make_app = _app_maker(settings)
     with bound(settings) as sockets:
         node = Node(settings)
         await node.start()
         servers: list[asyncio.Server] = []
         try:
             servers += await listen(node.front, sockets, context)
-            async with _web(node, sockets):
+            async with _web(node, sockets, make_app):
                 try:
                     yield node
                 finally:
@@ -129,14 +130,21 @@ async def _stop(node: Node, servers: list[asyncio.Server]) -> None:
     await node.stop()
 
 
-@contextlib.asynccontextmanager
-async def _web(node: Node, sockets: Bound) -> AsyncIterator[None]:
-    """The HTTP API, if the settings name an address for it. It outlives the node, to say that it is stopping."""
-    if "http.listen" not in sockets:
-        yield
-        return
+def _app_maker(settings: Settings) -> Callable[[Node], Any] | None:
+    """Imported before the node starts: that can take longer than the node's first lease lasts."""
+    if not settings.http.listen:
+        return None
     from holdfast.web.api import make_app
 
+    return make_app
+
+
+@contextlib.asynccontextmanager
+async def _web(node: Node, sockets: Bound, make_app: Callable[[Node], Any] | None) -> AsyncIterator[None]:
+    """The HTTP API, if the settings name an address for it. It outlives the node, to say that it is stopping."""
+    if make_app is None:
+        yield
+        return
     web = Web(uvicorn.Config(make_app(node), log_config=None, lifespan="off", access_log=False))
     serving = asyncio.create_task(web.serve(sockets["http.listen"]), name="http")
     listening = asyncio.create_task(web.listening.wait())

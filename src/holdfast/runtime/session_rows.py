@@ -23,7 +23,8 @@ logger = logging.getLogger("holdfast.sessions")
 ROWS_MAX = 500
 ANSWERS_AT_ONCE = 25
 """So many who wait for a row are told in one turn of the loop."""
-RELEASE_SECONDS = 0.2
+AGAIN_SECONDS = 0.2
+"""How soon what could not be released is tried again."""
 T = TypeVar("T")
 
 
@@ -50,9 +51,10 @@ class SessionRows:
         """Rows, for the metrics."""
         self.received: dict[str, set[int]] = {}
         """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
-        self._released: list[ReceivedId] = []
         self._answers: deque[Callable[[], None]] = deque()
         self._answering = False
+        self._released: list[tuple[ReceivedId, Callable[[], None]]] = []
+        self._releasing = False
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -107,6 +109,10 @@ class SessionRows:
         else:
             self.received.pop(client_id, None)
         answer(Found(number, found.row, found.lease_over))
+
+    async def look(self, client_id: str) -> FoundRow:
+        """One row, for somebody who is not its machine."""
+        return (await self.ask(self._read_rows, [client_id]))[client_id]
 
     async def ask(self, call: Callable[..., T], *given: object) -> T:
         """Something else, on the reader's thread."""
@@ -164,27 +170,34 @@ class SessionRows:
         else:
             self._answering = False
 
-    def release(self, received: ReceivedId) -> None:
-        """Need not be known any more; some time soon, with others."""
-        self._released.append(received)
-        if len(self._released) == 1:
-            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._release)
+    def release(self, received: ReceivedId, released: Callable[[], None]) -> None:
+        """Need not be known any more; called back when no store knows it."""
+        self._released.append((received, released))
+        if not self._releasing:
+            self._releasing = True
+            asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        if self._closed:
-            return
         some, self._released = self._released[:ROWS_MAX], self._released[ROWS_MAX:]
-        releasing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.release, some)
+        if not some or self._closed:
+            self._releasing = False
+            return
+        ids = [received for received, _ in some]
+        releasing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.release, ids)
         releasing.add_done_callback(lambda done: self._was_released(some, done))
 
-    def _was_released(self, some: list[ReceivedId], done: asyncio.Future[None]) -> None:
+    def _was_released(self, some: list[tuple[ReceivedId, Callable[[], None]]], done: asyncio.Future[None]) -> None:
         if done.cancelled():
             return
         if done.exception() is not None:
             logger.warning("%d packet ids could not be released: %s", len(some), done.exception())
-            self._released += some
-        if self._released:
-            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._release)
+            # Before later ones: an id that was freed twice is free only once nobody is about to free it again.
+            self._released[:0] = some
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._release)
+            return
+        for _, released in some:
+            released()
+        self._release()
 
     def close(self) -> None:
         self._closed = True

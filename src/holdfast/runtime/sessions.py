@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import itertools
 import logging
 import secrets
 import time
@@ -23,10 +24,10 @@ from functools import partial
 from math import inf
 from typing import Any, Protocol, cast
 
-from holdfast.errors import HoldfastError, PeerError, RequestError
+from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownSession
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
-from holdfast.machine import TICK, Send
+from holdfast.machine import TICK, Address, Send
 from holdfast.model import Stream
 from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
@@ -65,6 +66,10 @@ TICKS_AT_ONCE = 20
 """So many machines are told the time in one turn of the loop."""
 AGAIN_AT_ONCE = 500
 """So many messages in flight are fetched and sent again at a time."""
+KICK_SECONDS = 10.0
+"""How long an operator waits for a client to be disconnected: longer than a lease."""
+KICK_AGAIN_SECONDS = 0.2
+"""How soon its node is asked again."""
 
 
 class SharedGroups(Protocol):
@@ -93,6 +98,14 @@ class Claim:
     welcomed: Welcomed
     answer: asyncio.Future[bool]
     """Resolved when it is welcome (whether a session was present), a PeerError if it is refused."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """An operator wants a session to be gone, and takes it, as a client would."""
+
+    token: str
+    answer: asyncio.Future[None]
 
 
 @dataclass(slots=True)
@@ -137,6 +150,11 @@ class Sessions:
         self.node = SessionNode(node_id, self.clock, life_settings, filters_of)
         self._live: dict[str, Live] = {}
         self._claims: dict[str, Claim] = {}
+        self._goodbyes: dict[str, Connection] = {}
+        """Connections that wait for their good-bye to be stored, by token."""
+        self._endings: dict[str, Ending] = {}
+        self._kicked: dict[str, asyncio.Event] = {}
+        """Client ids that were asked to be let go, for an operator; set when somebody has answered."""
         self.connections: dict[str, Connection] = {}
         """Open connections that are welcome, by client id."""
         self._events: deque[tuple[str, life.Event]] = deque()
@@ -200,6 +218,13 @@ class Sessions:
         for client_id in list(self._live):
             self._give(client_id, TICK)
         self._watch_lapse()
+
+    def look_at_clock(self) -> None:
+        """Freeze everybody if the lease is over: a process that stood still hears of other things before its timers."""
+        if self._lapse is not None and self.frozen:
+            self._lapse.cancel()
+            self._lapse = None
+            self._tick_all()
 
     def _watch_lapse(self) -> None:
         if self._lapse is not None:
@@ -297,11 +322,17 @@ class Sessions:
             case life.Saved(number):
                 if (saving := live.saving.pop(number, None)) is not None and not saving.done():
                     saving.set_result(None)
+            case life.Refuse(token, reason) if (ending := self._endings.pop(token, None)) is not None:
+                gone = reason == Reason.QUOTA_EXCEEDED
+                ending.answer.set_exception(_unknown(client_id) if gone else _unanswered(client_id))
             case life.Refuse(token, reason):
                 if (claim := self._claims.pop(token, None)) is not None and not claim.answer.done():
                     claim.answer.set_exception(PeerError("the session cannot be had just now", reason))
             case life.Close(token, reason):
-                if reason is not None and (claim := self._claims.get(token)) is not None:
+                if reason is None:
+                    if (said_goodbye := self._goodbyes.pop(token, None)) is not None:
+                        said_goodbye.handle(mc.GoodbyeStored())
+                elif (claim := self._claims.get(token)) is not None:
                     self._end_claim(claim, reason)
             case life.Freeze(token):
                 if (claim := self._claims.get(token)) is not None:
@@ -349,6 +380,8 @@ class Sessions:
         elif isinstance(message, life.Release):
             for send in answer_unheld(message, self.node):
                 self._groups.send(send.to, send.message)
+        if isinstance(message, life.Released) and (kicked := self._kicked.get(client_id)) is not None:
+            kicked.set()
 
     def _content(self, client_id: str, leaving: bool) -> Content:
         live = self._live[client_id]
@@ -400,6 +433,11 @@ class Sessions:
                 await self._groups.join(connection, session, parse_share(filter_text), subscription)
 
     def _welcome(self, live: Live, welcome: life.Welcome) -> None:
+        if (ending := self._endings.pop(welcome.token, None)) is not None:
+            self._groups.session_ended(live.machine.client_id)
+            self._events.append((live.machine.client_id, life.Gone(welcome.token, goodbye=True, expiry_secs=0)))
+            ending.answer.set_result(None)
+            return
         claim = self._claims.get(welcome.token)
         if claim is None or claim.connection.closed or claim.connection.transport.is_closing():
             self._events.append((live.machine.client_id, life.Gone(welcome.token)))
@@ -429,11 +467,7 @@ class Sessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.on_released = partial(self._released, client_id, born)
         session.inbound = inbound
-
-    def _released(self, client_id: str, born: str, packet_id: int) -> None:
-        self._rows.release((client_id, born, packet_id))
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
         """PeerError: it cannot be had as things are."""
@@ -448,8 +482,12 @@ class Sessions:
             logger.warning("%s: %s from offset %d on is gone: %s", row.client_id, gap.stream, gap.first, gap.reason)
         if decision.refuse:
             raise PeerError("messages this session had not read were dropped", Reason.IMPLEMENTATION_SPECIFIC_ERROR)
-        session.positions.on_moved = partial(self._give, row.client_id, MOVED)  # and not the row, which gets old
+        session.positions.on_moved = partial(self._moved, row.client_id)  # and not the row, which gets old
         return session
+
+    def _moved(self, client_id: str) -> None:
+        """In the next turn: now it is in the middle of sending, or of taking acknowledgements."""
+        asyncio.get_running_loop().call_soon(self._give, client_id, MOVED)
 
     def _sent_before(self, heads: Heads) -> Mapping[Stream, int]:
         """How far streams had come. One copy for all that come within a second: an earlier owner is gone longer."""
@@ -464,6 +502,9 @@ class Sessions:
         for at in range(0, len(flights), AGAIN_AT_ONCE):
             some = flights[at : at + AGAIN_AT_ONCE]
             found = await self._fetch(some)
+            self.look_at_clock()
+            if self.frozen:
+                raise StoreError("this node's lease is over")
             outlet = connection.outlet
             if connection.session is not session or outlet is None:
                 return
@@ -500,6 +541,10 @@ class Sessions:
                 found[ids[offset]] = message
         return found
 
+    def free_id(self, session: Session, packet_id: int, freed: Callable[[], None]) -> None:
+        """Forget that a QoS 2 publish under this id is stored; then say so."""
+        self._rows.release((session.client_id, session.inbound.born, packet_id), freed)
+
     # -- a client goes -------------------------------------------------------------------------------------
 
     def leave(self, connection: Connection, goodbye: bool, expiry: int | None) -> None:
@@ -507,11 +552,17 @@ class Sessions:
         claim = self._claims.pop(connection.claim, None)
         if claim is None:
             return
+        if goodbye:
+            self._goodbyes[claim.token] = connection
         if expiry is not None:
             expiry = self.bounded_expiry(expiry)
         self._give(claim.client_id, life.Gone(claim.token, goodbye, expiry))
         if not claim.answer.done():
             claim.answer.cancel()
+
+    def socket_gone(self, connection: Connection) -> None:
+        """It waits for nothing any more."""
+        self._goodbyes.pop(connection.claim, None)
 
     def _detach(self, live: Live, claim: Claim) -> None:
         """Nobody is connected to it here any more."""
@@ -556,13 +607,78 @@ class Sessions:
         self._give(session.client_id, life.Subscribed(self._numbers))
         await saving
 
+    def note(self, session: Session) -> None:
+        """Its subscriptions are to be known elsewhere, some time soon."""
+        live = self._live.get(session.client_id)
+        if live is not None and live.session is session:
+            self._numbers += 1
+            self._give(session.client_id, life.Subscribed(self._numbers))
+
     def group_deleted(self, connection: Connection, session: Session, group: GroupId) -> None:
         """A group of this session is no more: the subscription goes, and the client is told the hard way."""
         for filter_text in [text for text in session.subscriptions.shared if parse_share(text) == group]:
             session.subscriptions.unshare(filter_text)
         connection.close(Reason.ADMINISTRATIVE_ACTION)
 
+    # -- an operator ends it -------------------------------------------------------------------------------
+
+    async def end(self, client_id: str) -> None:
+        """The session is gone, whichever node serves it; its client, if connected, is told.
+
+        It is taken for a CONNECT that nobody sent, with a clean start, and then dropped: there is no other way for a
+        session to end, so nothing is left behind that a client's own end would not leave.
+        """
+        ending = Ending(secrets.token_hex(8), asyncio.get_running_loop().create_future())
+        self._endings[ending.token] = ending
+        connect = life.Connect(ending.token, True, 0, None, may_begin=False, reason=Reason.ADMINISTRATIVE_ACTION)
+        self._give(client_id, connect)
+        until = time.monotonic() + 2 * KICK_SECONDS  # its machine gives up before that
+        try:
+            await asyncio.wait_for(ending.answer, 2 * KICK_SECONDS)
+        except TimeoutError:
+            raise _unanswered(client_id) from None
+        finally:
+            self._endings.pop(ending.token, None)
+        while time.monotonic() < until:
+            row, _, _ = await self._rows.look(client_id)
+            if row is None or row.dead or row.connect != ending.token:
+                return
+            await asyncio.sleep(KICK_AGAIN_SECONDS)
+        raise _unanswered(client_id)
+
+    async def disconnect(self, client_id: str) -> bool:
+        """Its client is connected nowhere any more; whether it was. The session stays as if the connection were lost.
+
+        Its node is asked to let go, as if somebody wanted to take it, until it says that it has, or the row does.
+        """
+        first: SessionRow | None = None
+        until = time.monotonic() + KICK_SECONDS
+        try:
+            while time.monotonic() < until:
+                row, lease_over, _ = await self._rows.look(client_id)
+                if first is None and (row is None or row.dead):
+                    raise _unknown(client_id)
+                if row is None or row.owner is None or row.lease is None or (first and row.epoch != first.epoch):
+                    return first is not None
+                answered = self._kicked.setdefault(client_id, asyncio.Event())
+                if lease_over or answered.is_set():
+                    return False  # the row is to be written away yet, by whoever finds it
+                first = row
+                me = Address(self.node.name, "session", client_id)
+                release = life.Release(client_id, row.epoch, row.lease, me, Reason.ADMINISTRATIVE_ACTION)
+                self._groups.send(Address(row.owner, "session", client_id), release)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(answered.wait(), KICK_AGAIN_SECONDS)
+        finally:
+            self._kicked.pop(client_id, None)
+        raise _unanswered(client_id)
+
     # -- the node stops ------------------------------------------------------------------------------------
+
+    def move(self, count: int) -> None:
+        """Send so many clients away, those that came first before the others; their sessions are saved."""
+        for client_id in list(itertools.islice(self.connections, count)):
+            self._give(client_id, life.Stop(Reason.USE_ANOTHER_SERVER, lease_stays=True))
 
     def stop(self, reason: int = Reason.SERVER_SHUTTING_DOWN) -> None:
         """Clients are told; what is not saved is saved."""
@@ -585,6 +701,14 @@ class Sessions:
 
 
 def _welcomed(session: Session, present: bool) -> None: ...
+
+
+def _unknown(client_id: str) -> UnknownSession:
+    return UnknownSession(f"there is no session {client_id!r}")
+
+
+def _unanswered(client_id: str) -> StoreError:
+    return StoreError(f"the session {client_id!r} cannot be had just now: its node or the store does not answer")
 
 
 def _stored(will: p.Will | None, expiry_secs: int) -> StoredWill | None:

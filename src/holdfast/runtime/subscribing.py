@@ -67,6 +67,7 @@ class Subscribing:
         ingest: Ingest,
         delivery: DeliveryHost,
         save: Callable[[Session], Awaitable[None]],
+        note: Callable[[Session], None],
         control: ControlTopics,
         groups: Groups,
         said: notices.Notices,
@@ -76,7 +77,7 @@ class Subscribing:
         shared_store: bool,
     ):
         self._log, self._auth, self._ingest, self._delivery = log, auth, ingest, delivery
-        self._save, self._control, self._groups, self._said = save, control, groups, said
+        self._save, self._note, self._control, self._groups, self._said = save, note, control, groups, said
         self._groups_enabled, self._subscriptions_max = groups_enabled, subscriptions_max
         self._shared_store = shared_store
         """Other nodes publish to the same log, so what they have stored counts as published before, too."""
@@ -120,14 +121,21 @@ class Subscribing:
             reasons.append(reason)
         if connection.session is not session:
             return b"", _nothing
-        if changed and session.durable:
-            await self._save(session)
+        if changed:
+            await self._keep(session)
             if connection.session is not session:
                 return b"", _nothing
         for request, reason in zip(packet.filters, reasons, strict=True):
             if reason < 0x80:
                 self._said.emit(notices.Subscribed(session.client_id, request.filter, request.qos))
         return _suback(connection, packet, reasons, why), lambda: self._send_retained(connection, retained)
+
+    async def _keep(self, session: Session) -> None:
+        """A session that ends with its connection is promised nothing; but publishers elsewhere are to know of it."""
+        if session.durable:
+            await self._save(session)
+        elif self._shared_store:
+            self._note(session)
 
     async def _published_before(self) -> None:
         await self._ingest.drained()
@@ -284,8 +292,8 @@ class Subscribing:
             if found is not None:
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
-        if gone and session.durable:
-            await self._save(session)
+        if gone:
+            await self._keep(session)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing
 
 

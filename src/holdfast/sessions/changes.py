@@ -40,6 +40,8 @@ class Departure(NamedTuple):
     """What DISCONNECT said of the session's expiry."""
     grace_secs: float = 0.0
     """The node ended it. The client had no fair chance to come back: it counts as gone only after this."""
+    lease_stays: bool = False
+    """The node ended it, and goes on: nobody else will find the row soon."""
 
 
 class Change(NamedTuple):

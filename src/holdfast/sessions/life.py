@@ -39,7 +39,7 @@ import msgspec
 
 from holdfast.errors import BrokenInvariant
 from holdfast.machine import Address, Send, Tick
-from holdfast.mqtt.reasons import Reason
+from holdfast.mqtt.reasons import IN_CONNACK, Reason
 from holdfast.sessions.changes import Change, Content, Departure, FiltersOf, flushed, left, taken, write
 from holdfast.sessions.clock import StoreClock
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill, Verdict
@@ -137,6 +137,8 @@ class Connect:
     will: StoredWill | None = None
     may_begin: bool = True
     """There is room for one more session, if this client has none."""
+    reason: int = Reason.SESSION_TAKEN_OVER
+    """What the connection before is told. An operator who ends a session takes it first, as a client would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,8 @@ class Stop:
     """The node stops, or sends this client elsewhere."""
 
     reason: int = Reason.SERVER_SHUTTING_DOWN
+    lease_stays: bool = False
+    """Only this client goes: the sweep would not find its row for long, so it is written whatever is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,8 @@ class Release:
     epoch: int
     lease: int
     reply_to: Address
+    reason: int = Reason.SESSION_TAKEN_OVER
+    """What the client is told. An operator's node may ask too, and take nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +330,8 @@ class _Pending:
     again_at: float = inf
     departure: Departure | None = None
     """A take's connection has ended meanwhile."""
+    memory: Content | None = None
+    """What that connection left behind, if it was welcome before."""
 
 
 def answer_unheld(release: Release, node: SessionNode) -> list[Send[Released]]:
@@ -440,8 +448,8 @@ class SessionLife:
                 self._on_release(event, now)
             case Released(_, epoch):
                 self._on_released(epoch, now)
-            case Stop(reason):
-                self._on_stop(reason, now)
+            case Stop():
+                self._on_stop(event, now)
         self._give_up(now)
         self._go_on(now)
         out, self._out = self._out, []
@@ -476,7 +484,7 @@ class SessionLife:
             self._out.append(Refuse(self._waiting.token, Reason.SERVER_UNAVAILABLE))
         self._waiting = _Connection(connect, arrived_at, now + self.node.settings.connect_wait_secs)
         if self._connection is not None:
-            self._end_connection(Departure(arrived_at), Reason.SESSION_TAKEN_OVER, now)
+            self._end_connection(Departure(arrived_at), connect.reason, now)
         if self.state is State.NONE:
             self._look(now)
 
@@ -529,7 +537,8 @@ class SessionLife:
         self._ask_at = now + self.node.settings.ask_secs
         if row.owner is not None and row.lease is not None:
             reply_to = Address(self.node.name, "session", self.client_id)
-            release = Release(self.client_id, row.epoch, row.lease, reply_to)
+            assert self._waiting is not None
+            release = Release(self.client_id, row.epoch, row.lease, reply_to, self._waiting.connect.reason)
             self._out.append(Send(Address(row.owner, "session", self.client_id), release))
 
     def _begin_taking(self) -> _Connection:
@@ -601,12 +610,13 @@ class SessionLife:
                 self._closing, self._close_at = gone.token, now + self.node.settings.close_secs
             self._end_connection(Departure(self._time(now), gone.goodbye, gone.expiry_secs), None, now)
 
-    def _on_stop(self, reason: int, now: float) -> None:
+    def _on_stop(self, stop: Stop, now: float) -> None:
         if self._waiting is not None:
             self._refuse_waiting(Reason.USE_ANOTHER_SERVER, now)
         connection = self._connection
         if connection is not None:
-            self._end_connection(self._our_fault(now), reason if connection.welcome else Reason.USE_ANOTHER_SERVER, now)
+            departure = self._our_fault(now)._replace(lease_stays=stop.lease_stays)
+            self._end_connection(departure, stop.reason if connection.welcome else Reason.USE_ANOTHER_SERVER, now)
 
     def _on_release(self, release: Release, now: float) -> None:
         """Answered when the row is durable; not while a write is under way, or in doubt: we are asked again."""
@@ -617,7 +627,7 @@ class SessionLife:
         if self.row is not None and self.row.epoch == release.epoch and self._holds:
             self._askers[release.reply_to] = release.epoch
             if self._connection is not None:
-                self._end_connection(Departure(self._time(now)), Reason.SESSION_TAKEN_OVER, now)
+                self._end_connection(Departure(self._time(now)), release.reason, now)
         elif self._pending is None:
             self._out.append(Send(release.reply_to, Released(self.client_id, release.epoch)))
 
@@ -642,13 +652,15 @@ class SessionLife:
             if connection.welcome:
                 self._out.append(Close(connection.token, reason))
             else:
-                unsaid = reason == Reason.SESSION_TAKEN_OVER  # only a connection that is welcome can be told this
-                self._out.append(Refuse(connection.token, Reason.SERVER_UNAVAILABLE if unsaid else reason))
+                said = reason if reason in IN_CONNACK else Reason.SERVER_UNAVAILABLE
+                self._out.append(Refuse(connection.token, said))
         self._move(State.LEAVING)
         self._numbers.clear()
         if pending is not None and pending.connection is connection:
             if pending.flies or pending.in_doubt:
                 pending.departure = departure
+                # The same as is being written, but as the connection's last word: packet ids go on where they were.
+                pending.memory = self._content(True) if connection.welcome else None
                 return
             self._pending = None  # it is certain that it was not written
             if not pending.resumes:
@@ -713,7 +725,7 @@ class SessionLife:
 
     def _on_taken(self, pending: _Pending, now: float) -> None:
         """The row is ours, and its connection may have ended while it was written: then it was lost."""
-        self._departure, self._memory = pending.departure, None
+        self._departure, self._memory = pending.departure, pending.memory
         if not pending.resumes:
             self._moved = False
             self._close_socket()
@@ -755,7 +767,7 @@ class SessionLife:
         # It is certain that nothing was written: the next write is made from what is to be said by then.
         self._pending, self._again_at = None, again_at
         if pending.resumes:
-            self._departure, self._memory = pending.departure, _content_of(pending.write.row)
+            self._departure, self._memory = pending.departure, pending.memory or _content_of(pending.write.row)
         elif self._connection is not None:
             self._numbers = [*pending.numbers, *self._numbers]
             self._moved = True
@@ -822,15 +834,20 @@ class SessionLife:
 
     def _go_on_leaving(self, now: float) -> None:
         row, departure = self.row, self._departure
-        if departure is not None and departure.grace_secs and not self._is_unsaved:
-            # The node's own fault, and nothing new: the sweep finds the row once the lease has ended.
+        # The node's own fault: the row stays under its lease, which ends, and the sweep finds it. How long its client
+        # has to come back then counts from when there is a node to come back to.
+        left_to_sweep = departure is not None and departure.grace_secs > 0 and not departure.lease_stays
+        if left_to_sweep and not self._is_unsaved:
             self.row = row = self._departure = departure = self._memory = None
         if self._waiting is not None and row is not None and self._trusts(now):
             self._take_from_memory(now)
         elif departure is not None:
             if self._again_at == inf:
                 assert row is not None
-                change = left(self._remembered(row), departure, self._time(now))
+                if left_to_sweep and self._memory is not None:
+                    change = Change(flushed(row, self._memory))
+                else:
+                    change = left(self._remembered(row), departure, self._time(now))
                 self._write(_Pending(write(row, change, take=False, filters_of=self.node.filters_of)))
         else:
             self._let_go(now)

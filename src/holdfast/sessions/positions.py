@@ -84,7 +84,7 @@ class Positions:
         self.skipped: dict[Stream, set[int]] = {}
         """What was under way when it was read, and so not queued once more, though what lies before it may wait."""
         self.on_moved: Callable[[], None] = _nothing
-        """Called when there is something to be saved, and was not before."""
+        """Called when there is something to be saved, and was not before; whoever saves it does so in a later turn."""
         self.dup_below: Mapping[Stream, int] = {}
         """Messages below may have been sent before a crash: they go out marked as duplicates. May be shared."""
         self.done = CursorMap()
@@ -102,9 +102,10 @@ class Positions:
 
     def move(self, stream: Stream) -> None:
         """Something of it is to be saved."""
-        if not self.dirty:
-            self.on_moved()
+        first = not self.dirty
         self.dirty.add(stream)
+        if first:
+            self.on_moved()
 
     def let_go(self) -> None:
         """The session is not served here any more."""

@@ -58,8 +58,6 @@ class RetainedBefore:
 
     __slots__ = ("time", "topic")
 
-    stays = True
-
     def __init__(self, topic: str, time: int):
         self.topic, self.time = topic, time
 
@@ -109,7 +107,8 @@ def _subscriptions(table: SubscriptionTable) -> bytes:
 def _packets(window: Window, leaving: str) -> StoredPackets:
     flights = []
     for packet_id, (origin, offset, qos) in window:
-        if qos == RELEASED:
+        if qos == RELEASED or (origin is NOBODY and qos == 2):
+            # A client that has half of what is nobody's any more would take another message for it.
             flights.append(Flight(packet_id, RELEASED))
         elif isinstance(origin, StreamOrigin):
             flights.append(Flight(packet_id, qos, origin.stream, offset))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from holdfast.cursors.cursor_map import NOTHING_DONE, CursorMap
+from holdfast.groups.shares import is_shared, parse_share
 from holdfast.model import Stream
 from holdfast.mqtt.trie import FilterTable
 from holdfast.mqtt.wire import to_varint
@@ -29,10 +30,11 @@ class Subscription:
     number: int = 0
     """Which of all the session ever had, from 1 on: given when it is taken, and anew when it begins anew."""
     matcher: TopicFilter = field(init=False)
+    """Of a shared one: of the topics alone, without group and prefix."""
     identifier_bytes: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.matcher = TopicFilter(self.filter)
+        self.matcher = TopicFilter(parse_share(self.filter).filter if is_shared(self.filter) else self.filter)
         self.identifier_bytes = b"\x0b" + to_varint(self.identifier) if self.identifier else b""
 
 

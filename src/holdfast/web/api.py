@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,7 +17,15 @@ from pydantic import BaseModel, Field
 
 from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal, is_loopback
-from holdfast.errors import Conflict, HoldfastError, PeerError, RequestError, StoreError, UnknownStream
+from holdfast.errors import (
+    Conflict,
+    HoldfastError,
+    PeerError,
+    RequestError,
+    StoreError,
+    UnknownSession,
+    UnknownStream,
+)
 from holdfast.groups.protocol import messages as messages_of_groups
 from holdfast.groups.protocol.nouns import GroupId, Key, Policy
 from holdfast.groups.shares import check_group_name
@@ -25,9 +34,10 @@ from holdfast.mqtt.properties import decode_publish
 from holdfast.mqtt.wire import topic_name
 from holdfast.runtime.group_store import GroupOptions
 from holdfast.runtime.node import Node
+from holdfast.runtime.node_lease import NodeRecord
 from holdfast.sessions.session import Session
 from holdfast.sessions.stored import filters_of, restore
-from holdfast.sessions.table import SessionRow
+from holdfast.sessions.table import SessionRow, check_client_ids
 from holdfast.topics import check_filter, check_topic
 
 SESSIONS_PAGE = 10_000
@@ -73,6 +83,14 @@ class PauseBody(BaseModel):
     paused: bool = True
 
 
+class DrainBody(BaseModel):
+    """Where clients are told to go, how many a second are sent away, and whether the node then stops."""
+
+    to: str = Field(default="", max_length=1000)
+    clients_per_sec: float | None = Field(default=None, gt=0, le=1_000_000)
+    stop: bool = False
+
+
 class TooLarge(HoldfastError):
     """More than a request may bring."""
 
@@ -102,7 +120,7 @@ def make_app(node: Node) -> FastAPI:
                 status = 403
             case TooLarge():
                 status = 413
-            case UnknownStream():
+            case UnknownStream() | UnknownSession():
                 status = 404
             case Conflict():
                 status = 409
@@ -221,9 +239,33 @@ def make_app(node: Node) -> FastAPI:
         rows = await node.rows.ask(node.rows.table.read, [client_id])
         row = rows.get(client_id)
         if row is None or row.dead:
-            raise UnknownStream(f"there is no session {client_id!r}")
+            raise UnknownSession(f"there is no session {client_id!r}")
         # Of a client that is connected here more is known than what is stored.
         return _json(_session_whole(node, row, node.sessions.session(client_id) or restore(row, "", {})))
+
+    @app.post("/api/v1/sessions/{client_id:path}/disconnect")
+    async def disconnect(client_id: str, _: Identity = admin) -> Response:
+        """On whichever node it is connected."""
+        return _json({"client_id": client_id, "disconnected": await node.sessions.disconnect(_client_id(client_id))})
+
+    @app.delete("/api/v1/sessions/{client_id:path}")
+    async def end_session(client_id: str, _: Identity = admin) -> Response:
+        """Disconnects its client, on whichever node that is, and forgets everything about it."""
+        await node.sessions.end(_client_id(client_id))
+        return _json({"ended": client_id})
+
+    @app.get("/api/v1/nodes")
+    async def nodes(_: Identity = reader) -> Response:
+        return _json({"nodes": [_node(node, record) for record in await node.members()]})
+
+    @app.post("/api/v1/nodes/drain")
+    async def begin_drain(wanted: DrainBody, _: Identity = admin) -> Response:
+        node.begin_drain(_utf8(wanted.to).decode(), wanted.clients_per_sec, wanted.stop)
+        return _json(_drain(node), 202)
+
+    @app.get("/api/v1/nodes/drain")
+    async def drain(_: Identity = reader) -> Response:
+        return _json(_drain(node))
 
     return app
 
@@ -269,6 +311,27 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"payload is not valid Unicode: {error.reason}; use payload_base64") from error
+
+
+def _client_id(text: str) -> str:
+    check_client_ids([text])
+    return text
+
+
+def _node(node: Node, record: NodeRecord) -> dict[str, Any]:
+    return {
+        "node": record.name,
+        "mqtt": record.mqtt,
+        "http": record.http,
+        "started_at": datetime.fromtimestamp(record.started_at, UTC).isoformat(timespec="seconds"),
+        "draining": record.draining,
+        "answers": record.lease == node.sessions.node.lease,
+    }
+
+
+def _drain(node: Node) -> dict[str, Any]:
+    state = node.drain.state.name.lower().replace("_", " ")
+    return {"node": node.node_id, "state": state, "clients": node.drain.clients}
 
 
 def _session(row: SessionRow) -> dict[str, Any]:

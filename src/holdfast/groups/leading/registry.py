@@ -4,6 +4,9 @@
            --> lately seen there?   pass it on
            --> otherwise            claim the group; hold what is wanted until that is decided
 
+A node that is about to go yields: it claims nothing any more, and asks all the other nodes. The one that leads the
+group answers, or one of them claims it.
+
 The one surprising rule: what was passed on by another node is never passed on again, or two nodes with old
 memories could send it back and forth for ever.
 """
@@ -25,6 +28,7 @@ from holdfast.groups.protocol.events import (
     LeaseOpened,
     LeaseRenewed,
     Taken,
+    Yield,
 )
 from holdfast.groups.protocol.messages import (
     Ask,
@@ -54,6 +58,7 @@ RegistryEvent = (
     | Taken
     | ClaimFailed
     | LeaderRetired
+    | Yield
 )
 
 WAITING_MAX = 100_000
@@ -68,12 +73,14 @@ class Registry:
         self.deadline = inf
         self._elsewhere: dict[GroupId, tuple[str, float]] = {}
         self.waiting: dict[GroupId, dict[object, Wanted]] = {}
+        self._others: tuple[str, ...] = ()
+        """The nodes it yields to; none: it leads what nobody else does."""
 
     def handle(self, event: RegistryEvent, now: float) -> list[RegistryEffect]:
         effects = self._dispatch(event, now)
         # A claim that was given up, or lost with the lease, leaves its questions behind: claim anew for them.
         for group in [group for group in self.waiting if group not in self.election.claims]:
-            effects += self.election.claim(group, now)
+            effects += self._leave_to_others(group, now) if self._others else self.election.claim(group, now)
         self.deadline = self.election.deadline
         return effects
 
@@ -106,6 +113,9 @@ class Registry:
                 return []
             case LeaderRetired(group, epoch, clean):
                 return election.resign(group, epoch, now, clean=clean)
+            case Yield(others):
+                self._others = tuple(node for node in others if node != self.node)
+                return []
 
     def _on_wanted(self, wanted: Wanted, now: float) -> list[RegistryEffect]:
         group = wanted.group
@@ -122,6 +132,8 @@ class Registry:
             for key in [key for key, other in waiting.items() if _member(other) == wanted.member]:
                 del waiting[key]
             return []
+        if self._others:
+            return self._ask_others(wanted, now)
         waiting = self.waiting.setdefault(group, {})
         if len(waiting) < WAITING_MAX:
             waiting[waiting_key(wanted)] = wanted
@@ -131,6 +143,9 @@ class Registry:
         found = self.election.on_claimed(claimed.group, claimed.lease, claimed.epoch)
         if isinstance(found, Resign):
             return [found]
+        if self._others:
+            # What waits for it is left to the others as soon as this node has no claim to it.
+            return self.election.resign(claimed.group, claimed.epoch, now, clean=True)
         in_doubt = self.election.in_doubt(now)
         start = StartLeader(claimed.group, claimed.epoch, self.election.trusted_until, in_doubt)
         return [start, *self._pass_on(claimed.group, self.node, now)]
@@ -142,6 +157,17 @@ class Registry:
         self.election.on_not_claimed(taken.group)
         self._elsewhere[taken.group] = (taken.node, now + self.settings.remember_seconds)
         return self._pass_on(taken.group, taken.node, now)
+
+    def _leave_to_others(self, group: GroupId, now: float) -> list[RegistryEffect]:
+        return [effect for wanted in self.waiting.pop(group).values() for effect in self._ask_others(wanted, now)]
+
+    def _ask_others(self, wanted: Wanted, now: float) -> list[RegistryEffect]:
+        """What came from another node is not passed on: it asks us only because it does not know yet."""
+        effects: list[RegistryEffect] = []
+        if wanted.reply_to.node == self.node:
+            for node in self._others:
+                effects += self._hand_over(node, wanted.group, wanted, now)
+        return effects
 
     def _pass_on(self, group: GroupId, node: str, now: float) -> list[RegistryEffect]:
         waiting = self.waiting.pop(group, {})

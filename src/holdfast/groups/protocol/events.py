@@ -146,6 +146,13 @@ class Retreat:
 
 
 @dataclass(frozen=True, slots=True)
+class Yield:
+    """Host -> registry. This node is about to go: leave groups to these nodes, if there are any."""
+
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseOpened:
     """Host -> registry. The answer to `OpenLease`."""
 

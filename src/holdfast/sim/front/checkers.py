@@ -135,13 +135,16 @@ class Consumer:
         return Saved(asked, frozenset(self.done), {i: replace(flight) for i, flight in self.ids.items()})
 
     def restore(self, saved: Saved) -> None:
-        """Of what is in flight, a row has the session's own, retained messages and, of QoS 2, what was lent to it."""
+        """Of what is in flight, a row has the session's own, retained messages and, of QoS 2, also what was lent to it.
+
+        Of what is nobody's any more, the client is to answer that it is done with it.
+        """
         self.asked = {text: one.copy() for text, one in saved.asked.items()}
         self.done = set(saved.done)
         self.ids = {
-            i: replace(flight)
+            i: replace(flight, released=flight.released or flight.kind == "nobody")
             for i, flight in saved.ids.items()
-            if flight.released or flight.kind != "shared" or flight.qos == 2
+            if flight.released or flight.kind in ("own", "retained") or flight.qos == 2
         }
 
     def new_connection(self) -> None:

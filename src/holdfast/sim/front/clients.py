@@ -38,6 +38,8 @@ class Profile:
     piece: int = 4000
     rap: bool = False
     no_local: bool = False
+    low_ids: bool = False
+    """It gives its publishes the lowest packet ids that are free."""
     identifiers: bool = False
     shares: str = ""
     """The shared subscription it is in, if any."""
@@ -91,6 +93,8 @@ class _Link:
     open: bool = False
     taken: dict[int, _Taken] = field(default_factory=dict)
     """Packet ids of deliveries that are not acknowledged."""
+    answered: dict[int, bytes] = field(default_factory=dict)
+    """What was acknowledged under each packet id: a repeat that crossed with its answer is answered again."""
     room: int = 50
 
 
@@ -111,7 +115,6 @@ class Client:
         self.wanted = True
         """It wants to be connected."""
         self._silent_until = 0.0
-        self._packet_id = 0
         self._published = 0
         self._identifier = 0
         run.truth.consumers[self.name] = Consumer(
@@ -203,10 +206,8 @@ class Client:
         link.socket.send(b"".join(codec.encode(packet, self.profile.version) for packet in packets))
 
     def _next_id(self) -> int:
-        while True:
-            self._packet_id = self._packet_id % 65_535 + 1
-            if self._packet_id not in self.unanswered:
-                return self._packet_id
+        """The lowest that is free: the sooner an id is used again, the more a node must have forgotten by then."""
+        return next(number for number in range(1, 65_536) if number not in self.unanswered and number not in self.asked)
 
     # -- publishing ----------------------------------------------------------------------------------------
 
@@ -394,6 +395,9 @@ class Client:
         if not packet.qos:
             return
         known = link.taken.get(packet_id)
+        if packet.dup and known is None and link.answered.get(packet_id) == packet.payload:
+            self._send(link, p.Puback(packet_id) if packet.qos == 1 else p.Pubrec(packet_id, 0x83))
+            return
         if known is not None and known.payload != packet.payload:
             truth.fail("MQTT", f"{self.name} gets packet id {packet_id} for something else")
         if packet.qos == 2 and self.half_done.get(packet_id, packet.payload) != packet.payload:
@@ -415,12 +419,12 @@ class Client:
             return
         reason = 0x83 if self.profile.version == p.V5 and self.world.chance(self.profile.refuses) else 0
         if taken.qos == 1:
-            del link.taken[packet_id]
+            link.answered[packet_id] = link.taken.pop(packet_id).payload
             self._send(link, p.Puback(packet_id, reason))
             return
         if packet_id not in self.half_done:
             if reason:
-                del link.taken[packet_id]
+                link.answered[packet_id] = link.taken.pop(packet_id).payload
             else:
                 self.half_done[packet_id] = taken.payload
         else:

@@ -148,6 +148,9 @@ class SimConnection:
                 self._publish_one(truth.taken(client, topic, payload, flags, properties), qos, packet_id, received)
             case mc.PublishControl(_, _, qos, packet_id):
                 self.handle(mc.Answered(qos, packet_id, Reason.NOT_AUTHORIZED))
+            case mc.FreeId(packet_id):
+                freed = lambda: self.handle(mc.IdFreed(packet_id))  # noqa: E731
+                front.rows.release((client, session.inbound.born, packet_id), freed)
             case mc.AfterCommit(event):
                 front.ingest.in_turn(lambda _: self.handle(event))
             case mc.Acked(packet_ids):

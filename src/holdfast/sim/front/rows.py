@@ -18,7 +18,7 @@ from holdfast.sim.front.world import Pending, Work
 if TYPE_CHECKING:
     from holdfast.sim.front.node import SimFront
 
-RELEASE_SECONDS = 0.05
+AGAIN_SECONDS = 0.05
 LATE_SECONDS = 3.0
 """A write that nobody knows the fate of lands within this long, or never: less than a deletion is kept."""
 
@@ -37,9 +37,10 @@ class SimRows:
         self.table = front.disk.table
         self._reads: list[tuple[str, int, Callable[[Found], None]]] = []
         self._writes: list[tuple[Write, Callable[[Written | Failed], None]]] = []
-        self._released: list[ReceivedId] = []
+        self._released: list[tuple[ReceivedId, Callable[[], None]]] = []
         self._to_read: Pending = self.world.pending()
         self._to_write: Pending = self.world.pending()
+        self._to_release: Pending = self.world.pending()
         self.received: dict[str, set[int]] = {}
         """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
         front.spawn(self._read_for_ever())
@@ -48,11 +49,12 @@ class SimRows:
 
     # -- one call of the store -----------------------------------------------------------------------------
 
-    def call(self, work: Callable[[], Any]) -> Work:
-        """Its result. StoreDown: nothing was done; InDoubt: nobody knows."""
+    def call(self, work: Callable[[], Any], *, late: bool = True) -> Work:
+        """Its result. StoreDown: nothing was done; InDoubt: nobody knows, and if it may be `late` it lands later."""
         world, disk = self.world, self.disk
         yield world.rng.random() * disk.seconds
-        match disk.fate():
+        fate = disk.fate()
+        match "lost" if fate == "late" and not late else fate:
             case "fails":
                 raise StoreDown("nothing was done")
             case "lost":
@@ -127,16 +129,23 @@ class SimRows:
                 for (_, answer), verdict in zip(asked, verdicts, strict=True):
                     answer(Written(verdict))
 
-    def release(self, received: ReceivedId) -> None:
-        """Need not be known any more; some time soon, with others."""
-        self._released.append(received)
+    def release(self, received: ReceivedId, released: Callable[[], None]) -> None:
+        """Need not be known any more; called back when the store does not know it."""
+        self._released.append((received, released))
+        self._to_release.settle()
 
     def _release_for_ever(self) -> Work:
         while True:
-            yield RELEASE_SECONDS
+            yield self._to_release
+            self._to_release = self.world.pending()
             some, self._released = self._released, []
-            if some:
-                try:
-                    yield from self.call(lambda some=some: self.table.release(some))  # type: ignore[misc]
-                except StoreDown:
-                    self._released += some
+            ids = [received for received, _ in some]
+            try:
+                yield from self.call(lambda ids=ids: self.table.release(ids))  # type: ignore[misc]
+            except StoreDown:
+                yield AGAIN_SECONDS
+                self._released[:0] = some
+                self._to_release.settle()
+            else:
+                for _, released in some:
+                    released()

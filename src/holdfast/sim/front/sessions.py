@@ -165,9 +165,6 @@ class SimSessions:
         match effect:
             case life.WriteRow(write):
                 self.world.tell(client_id, f"[{live.machine.state.name}] {show(write)}")
-                row = write.row
-                if write.take and row.born == row.connect:
-                    live.saved.clear()  # another session: what was saved of the one before is over
                 self._write(client_id, live, write)
             case life.ReadRow(number):
                 self.front.rows.read(client_id, number, lambda found: self._give(client_id, found))
@@ -199,7 +196,10 @@ class SimSessions:
 
     def _write(self, client_id: str, live: Live, write: RowWrite) -> None:
         row = write.row
-        saved = live.saved.get(Content(row.subscriptions, row.cursors, row.packets))
+        content = Content(row.subscriptions, row.cursors, row.packets)
+        if write.take and row.born == row.connect and content == Content():
+            live.saved.clear()  # another session: what was saved of the one before is over
+        saved = live.saved.get(content)
         inbound = live.inbound if live.session is None else live.session.inbound
 
         def go() -> None:
@@ -312,12 +312,13 @@ class SimSessions:
         inbound = live.inbound
         if inbound is None or inbound.born != born:
             inbound = Inbound(stored if welcome.session_present else (), born)
-        inbound.on_released = lambda packet_id: self.front.rows.release((client_id, born, packet_id))
         session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
         session = restore(row, previous, self._sent_before() if previous else {})
-        session.positions.on_moved = lambda: self._give(row.client_id, life.Moved())
+        session.positions.on_moved = lambda: self.world.after(
+            0.0, lambda: self._give(row.client_id, life.Moved()), self.front.life
+        )
         return session
 
     def _sent_before(self) -> Mapping[Stream, int]:

@@ -82,6 +82,7 @@ class FrontWorkload:
             piece=rng.choice([40, 600, 4000]),
             rap=v5 and rng.random() < 0.2,
             no_local=v5 and rng.random() < 0.2,
+            low_ids=rng.random() < 0.5,
             identifiers=v5 and rng.random() < 0.4,
             shares=shares,
             own=own,

@@ -581,11 +581,11 @@ class SimNode:
         self._die()
 
     def stop(self, reason: int, drains: bool) -> None:
-        """Clients are told, rows with something unsaved are written away, then the lease is revoked."""
+        """Clients are told, what is unsaved is saved, then the lease is revoked."""
         self.world.tell(self, "is drained" if drains else "STOPS")
         self.accepting = False
         for client in list(self.hosted):
-            self.handle(client, Stop(reason))
+            self.handle(client, Stop(reason, lease_stays=drains))
         if not drains:
             self.after(0.05, lambda: self._finish_stop(self.now + 3))
 
@@ -626,7 +626,7 @@ def show(what: object) -> str:
             return f"Welcome {token}{' present' if present else ''} {show_row(row)}"
         case Send(to, message):
             return f"-> {to.node}: {show(message)}"
-        case Release(_, epoch, lease, _):
+        case Release(_, epoch, lease):
             return f"Release epoch {epoch} lease {lease}"
         case Released(_, epoch):
             return f"Released epoch {epoch}"

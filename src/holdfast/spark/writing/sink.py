@@ -101,7 +101,7 @@ class _Writer:
                     )
                 tasks = self._divide_again(log, batch, tasks, landing.shards)
                 landing = staging.publish(batch, tasks, self.options.position, log.clock())
-        staging.sweep(log.clock() - int(STALE_SECONDS * 1e6))
+        staging.sweep(log.steady() - int(STALE_SECONDS * 1e6))
 
     def _divide_again(self, log: Log, batch: StagedBatch, tasks: list[Task], shards: int) -> list[Task]:
         """The log was sealed with another number of shards between staging and now: stage for that number."""

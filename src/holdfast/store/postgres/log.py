@@ -14,6 +14,9 @@ from typing import Any
 
 from holdfast.errors import UnknownStream
 from holdfast.log.contract import (
+    RUN_BYTES_SWEPT,
+    RUNS_SWEPT,
+    TOPICS_SWEPT,
     AppendKey,
     BlockEntry,
     Data,
@@ -25,6 +28,7 @@ from holdfast.log.contract import (
     ReceivedId,
     Retained,
     Run,
+    within_bytes,
 )
 from holdfast.model import Micros, Stream
 from holdfast.store.postgres.database import PostgresDatabase
@@ -193,12 +197,7 @@ class PostgresLog:
                 " where b.stream = gone.stream and b.base = gone.base",
                 ([s for s, _, _ in doomed], [base for _, base, _ in doomed]),
             )
-            if not doomed:
-                of_it = "(select id from streams where log = %s and generation = %s)"
-                db.execute(f"delete from topic_runs where stream in {of_it}", row)
-                for table in ("topics", "streams", "generations"):
-                    db.execute(f"delete from {table} where log = %s and generation = %s", row)
-            return max(1, len(doomed))
+            return len(doomed) or _sweep_runs(db, row) or _sweep_topics(db, row) or _forget_generation(db, row)
 
     def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
         with self.database.write() as db:
@@ -269,3 +268,30 @@ def _open_generation(db: Connection, log: str, number: int, shards: int, now: Mi
         "insert into streams (log, generation, shard) select %s, %s, generate_series(0, %s - 1)",
         (log, number, shards),
     )
+
+
+def _sweep_runs(db: Connection, generation: tuple[str, int]) -> int:
+    some = db.execute(
+        "select r.stream, r.bucket, r.first, length(r.data) from streams s join topic_runs r on r.stream = s.id"
+        " where s.log = %s and s.generation = %s limit %s",
+        (*generation, RUNS_SWEPT),
+    ).fetchall()
+    gone = within_bytes(some, RUN_BYTES_SWEPT)
+    db.execute(
+        "delete from topic_runs r using unnest(%s::bigint[], %s::bigint[], %s::bigint[])"
+        " as gone (stream, bucket, first)"
+        " where r.stream = gone.stream and r.bucket = gone.bucket and r.first = gone.first",
+        tuple([run[column] for run in gone] for column in range(3)),
+    )
+    return len(gone)
+
+
+def _sweep_topics(db: Connection, generation: tuple[str, int]) -> int:
+    some = "select ctid from topics where log = %s and generation = %s limit %s"
+    return db.execute(f"delete from topics where ctid = any(array({some}))", (*generation, TOPICS_SWEPT)).rowcount
+
+
+def _forget_generation(db: Connection, generation: tuple[str, int]) -> int:
+    for table in ("streams", "generations"):
+        db.execute(f"delete from {table} where log = %s and generation = %s", generation)
+    return 1

@@ -17,15 +17,11 @@ from holdfast.store.in_sql.database import Db, Dialect, Transaction
 from holdfast.store.migrations import pending
 from holdfast.store.pool import Pool
 from holdfast.store.sqlite.transaction import SqliteDialect, SqliteTransaction
+from holdfast.store.sqlite.wal import CHECKPOINT_PAGES, Wal
 
 T = TypeVar("T")
 
 PAGE_BYTES = 8192
-CHECKPOINT_PAGES = 1000
-"""8 MB of WAL before its pages are copied home, a wait of a few milliseconds. With more, the wait grows, and more
-appends write to a WAL that still grows, which the disk takes twice as long to make durable as one that is written over.
-"""
-
 BUSY_SECONDS = 30.0
 MAPPED_BYTES = 1 << 34
 
@@ -43,11 +39,16 @@ class SqliteDatabase:
         except OSError as error:
             raise StoreError(f"cannot make the folder for {path}: {error.strerror}") from error
         self._readers = Pool(self._connect)
-        self._write_lock = threading.Lock()
-        self._pid = os.getpid()
+        self._begin()
         with self.errors("open"):
             self._writer = self._connect()
             self._migrate()
+
+    def _begin(self) -> None:
+        """What a process has of its own."""
+        self._write_lock = threading.Lock()
+        self._wal = Wal(self.path, self._connect, self._write_lock)
+        self._pid = os.getpid()
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -80,12 +81,14 @@ class SqliteDatabase:
     def write(self) -> Iterator[sqlite3.Connection]:
         """One transaction: committed and on disk when the block ends, rolled back if it raises."""
         if self._pid != os.getpid():  # forked: SQLite forbids carrying a connection across
-            self._write_lock, self._writer, self._pid = threading.Lock(), self._connect(), os.getpid()
+            self._begin()
+            self._writer = self._connect()
         with self._write_lock, self.errors("write"):
             self._writer.execute("begin immediate")
             try:
                 yield self._writer
                 self._writer.execute("commit")
+                self._wal.look(self._writer)
             except BaseException:
                 if self._writer.in_transaction:
                     self._writer.execute("rollback")
@@ -146,6 +149,7 @@ class SqliteDatabase:
 
     def close(self) -> None:
         self._readers.close()
+        self._wal.close()
         with self._write_lock:
             self._writer.close()
 

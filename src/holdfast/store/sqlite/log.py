@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.log.contract import (
+    RUN_BYTES_SWEPT,
+    RUNS_SWEPT,
+    TOPICS_SWEPT,
     AppendKey,
     BlockEntry,
     Data,
@@ -18,6 +21,7 @@ from holdfast.log.contract import (
     ReceivedId,
     Retained,
     Run,
+    within_bytes,
 )
 from holdfast.model import Micros, Stream
 from holdfast.store.sqlite.database import SqliteDatabase
@@ -192,12 +196,7 @@ class SqliteLog:
             ).fetchall()
             db.executemany("delete from bodies where id = ?", [(body,) for _, _, body in doomed])
             db.executemany("delete from blocks where stream = ? and base = ?", [(s, b) for s, b, _ in doomed])
-            if not doomed:
-                of_it = "(select id from streams where log = ? and generation = ?)"
-                db.execute(f"delete from topic_runs where stream in {of_it}", row)
-                for table in ("topics", "streams", "generations"):
-                    db.execute(f"delete from {table} where log = ? and generation = ?", row)
-            return max(1, len(doomed))
+            return len(doomed) or _sweep_runs(db, row) or _sweep_topics(db, row) or _forget_generation(db, row)
 
     def replace(self, stream: int, old: Sequence[BlockEntry], block: NewBlock) -> bool:
         with self.database.write() as db:
@@ -283,3 +282,26 @@ def _sweep_dead(db: sqlite3.Connection, bodies_max: int) -> int:
     some = "in (select id from dead_bodies order by id limit ?)"
     db.execute(f"delete from bodies where id {some}", (bodies_max,))
     return db.execute(f"delete from dead_bodies where id {some}", (bodies_max,)).rowcount
+
+
+def _sweep_runs(db: sqlite3.Connection, generation: tuple[str, int]) -> int:
+    some = db.execute(
+        "select r.stream, r.bucket, r.first, length(r.data) from streams s join topic_runs r on r.stream = s.id"
+        " where s.log = ? and s.generation = ? limit ?",
+        (*generation, RUNS_SWEPT),
+    ).fetchall()
+    gone = within_bytes(some, RUN_BYTES_SWEPT)
+    db.executemany("delete from topic_runs where stream = ? and bucket = ? and first = ?", [run[:3] for run in gone])
+    return len(gone)
+
+
+def _sweep_topics(db: sqlite3.Connection, generation: tuple[str, int]) -> int:
+    of_it = "from topics where log = ? and generation = ?"
+    last = f"select max(topic) from (select topic {of_it} order by topic limit ?)"
+    return db.execute(f"delete {of_it} and topic <= ({last})", (*generation, *generation, TOPICS_SWEPT)).rowcount
+
+
+def _forget_generation(db: sqlite3.Connection, generation: tuple[str, int]) -> int:
+    for table in ("streams", "generations"):
+        db.execute(f"delete from {table} where log = ? and generation = ?", generation)
+    return 1
