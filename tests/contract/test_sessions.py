@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from holdfast import Batch, Log, Message
 from holdfast.errors import RequestError
+from holdfast.log.contract import NotTaken, ReceivedId
 from holdfast.model import LOG
 from holdfast.sessions.table import RowWrite, SessionRow, SessionTable, StoredWill, Verdict
 from holdfast.store import Store, open_store
@@ -620,24 +621,60 @@ def test_who_follows_the_filters_misses_nothing(opener: Opener, store: Store) ->
 # -- packet ids of QoS 2 ---------------------------------------------------------------------------------
 
 
-def publish(log: Log, *received: tuple[str, str, int]) -> None:
-    log.append(LOG, Batch(["t"] * len(received), [b""] * len(received), "p"), received=received)
+def publish(log: Log, *received: tuple[str, str, int] | ReceivedId) -> None:
+    ids = [ReceivedId(*one) for one in received]
+    log.append(LOG, Batch(["t"] * len(ids), [b""] * len(ids), "p"), received=ids)
 
 
 def test_packet_ids_are_stored_with_their_publishes_and_released(opener: Opener, store: Store) -> None:
     table, log = store.sessions(), store.log()
     table.write([insert(session("a")), insert(session("b", born="b2")), insert(session("c"))])
-    publish(log, ("a", "b1", 1), ("a", "b1", 65_535), ("b", "b2", 1), ("a", "b1", 1), ("b", "an earlier one", 9))
+    publish(log, ("a", "b1", 1), ("a", "b1", 65_535), ("b", "b2", 1), ("b", "an earlier one", 9))
     generation, shard = log.shard_of(LOG, "p", "t")
-    log.append_sharded(LOG, generation, {shard: Batch(["t"], [b""], "p")}, received=[("a", "b1", 3)])
+    log.append_sharded(LOG, generation, {shard: Batch(["t"], [b""], "p")}, received=[ReceivedId("a", "b1", 3)])
     other = opener().sessions()
-    assert other.received(["a", "b", "c", "nobody"]) == {"a": {1, 3, 65_535}, "b": {1}}
+    assert other.received(["a", "b", "c", "nobody"]) == {"a": {1: 0, 3: 0, 65_535: 0}, "b": {1: 0}}
     assert other.received(["c"]) == {} and other.received([]) == {}
-    other.release([("b", "b2", 1), ("a", "b1", 3), ("a", "another", 1), ("nobody", "b", 1)])
+    gone = [("b", "b2", 1), ("a", "b1", 3), ("a", "another", 1), ("nobody", "b", 1)]
+    other.release([ReceivedId(*one) for one in gone])
     other.release([])
-    assert table.received(["a", "b"]) == {"a": {1, 65_535}}
+    assert table.received(["a", "b"]) == {"a": {1: 0, 65_535: 0}}
     publish(log, ("a", "b1", 3))
-    assert table.received(["a"]) == {"a": {1, 3, 65_535}}
+    assert table.received(["a"]) == {"a": {1: 0, 3: 0, 65_535: 0}}
+
+
+def test_what_is_stored_already_is_not_stored_again(opener: Opener, store: Store) -> None:
+    table, log, other = store.sessions(), store.log(), opener().log()
+    table.write([insert(session("a"))])
+    publish(log, ReceivedId("a", "b1", 1, mark=7))
+    with pytest.raises(NotTaken) as refused:
+        publish(other, ReceivedId("a", "b1", 2, mark=8), ReceivedId("a", "b1", 1, mark=9))
+    assert refused.value.repeated == {ReceivedId("a", "b1", 1, mark=9)} and not refused.value.fenced
+    assert table.received(["a"]) == {"a": {1: 7}}, "nothing of it was stored"
+    assert sum(head.next_offset for head in log.heads(LOG)) == 1
+
+
+def test_what_lands_after_its_session_was_taken_is_not_stored(opener: Opener, store: Store) -> None:
+    """A node that was held up has no idea that its client has sent it again elsewhere, and had it released there."""
+    table, log, other = store.sessions(), store.log(), opener().log()
+    row = written(table, insert(session("a")))
+    publish(log, ReceivedId("a", "b1", 1, epoch=row.epoch))
+    taken = written(table, take(row, connect="k2"))
+    with pytest.raises(NotTaken) as refused:
+        publish(log, ReceivedId("a", "b1", 2, epoch=row.epoch), ReceivedId("nobody", "b1", 2, epoch=1))
+    assert {one.client_id for one in refused.value.fenced} == {"a", "nobody"} and not refused.value.repeated
+    publish(other, ReceivedId("a", "b1", 2, epoch=taken.epoch))
+    assert sum(head.next_offset for head in log.heads(LOG)) == 2
+
+
+def test_a_release_that_lands_late_does_not_concern_the_next_publish_under_that_packet_id(store: Store) -> None:
+    table, log = store.sessions(), store.log()
+    table.write([insert(session("a"))])
+    publish(log, ReceivedId("a", "b1", 1, mark=7))
+    table.release([ReceivedId("a", "b1", 1, mark=7)])
+    publish(log, ReceivedId("a", "b1", 1, mark=8))
+    table.release([ReceivedId("a", "b1", 1, mark=7)])
+    assert table.received(["a"]) == {"a": {1: 8}}
 
 
 def test_packet_ids_are_not_stored_if_the_append_failed(store: Store) -> None:
@@ -646,10 +683,10 @@ def test_packet_ids_are_not_stored_if_the_append_failed(store: Store) -> None:
     batch = Batch(["t"], [b""], "p")
     shard = store.log().shard_of(LOG, "p", "t")[1]
     with pytest.raises(RequestError):
-        store.log().append(LOG, batch, expect={shard: 9}, received=[("a", "b1", 1)])
+        store.log().append(LOG, batch, expect={shard: 9}, received=[ReceivedId("a", "b1", 1)])
     assert table.received(["a"]) == {}
-    store.log().append(LOG, batch, expect={shard: 0}, received=[("a", "b1", 1)])
-    assert table.received(["a"]) == {"a": {1}}
+    store.log().append(LOG, batch, expect={shard: 0}, received=[ReceivedId("a", "b1", 1)])
+    assert table.received(["a"]) == {"a": {1: 0}}
 
 
 def test_packet_ids_end_with_the_session_they_were_sent_in(store: Store) -> None:
@@ -658,17 +695,17 @@ def test_packet_ids_end_with_the_session_they_were_sent_in(store: Store) -> None
     rows = {v.row.client_id: v.row for v in table.write([insert(session(name)) for name in names]) if v.row}
     rows["ended"] = written(table, kill(rows["ended"]))
     publish(log, *((name, "b1", 1) for name in names))
-    assert table.received(names) == {name: {1} for name in names[:3]}
+    assert table.received(names) == {name: {1: 0} for name in names[:3]}
     rows["comes back"] = written(table, take(rows["comes back"], connect="k2"))
     rows["begins anew"] = written(table, take(rows["begins anew"], connect="b2", born="b2"))
     rows["ends"] = written(table, kill(rows["ends"]))
-    assert table.received(names) == {"comes back": {1}}
+    assert table.received(names) == {"comes back": {1: 0}}
     publish(log, ("begins anew", "b2", 2))
-    assert table.received(["begins anew"]) == {"begins anew": {2}}
+    assert table.received(["begins anew"]) == {"begins anew": {2: 0}}
     # Not only hidden: a session that happens to bear the old token again does not get them.
     written(table, take(rows["begins anew"], born="b1"))
     written(table, take(rows["ends"], born="b1", dead=False))
-    assert table.received(names) == {"comes back": {1}}
+    assert table.received(names) == {"comes back": {1: 0}}
     table.bury(1e12, 10)
     written(table, insert(session("ended")))
     assert table.received(["ended"]) == {}

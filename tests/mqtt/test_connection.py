@@ -251,7 +251,7 @@ def test_qos_2_is_taken_once_however_often_it_is_sent():
 
 def test_a_packet_id_is_free_once_no_store_knows_it():
     """A client that was told sooner could use it for something new, and a crash would make that look like the old."""
-    inbound = Inbound([5], born="b")
+    inbound = Inbound({5: 0}, born="b")
     machine = opened(welcome={"inbound": inbound})
     assert machine.handle(mc.Received(b"\x62\x02\x00\x05"), 0.0) == [mc.FreeId(5)]
     assert 5 in inbound

@@ -6,7 +6,7 @@ from holdfast.mqtt.inbound import Inbound
 
 
 def test_whoever_lets_go_waits_until_every_publish_is_stored_or_has_failed():
-    inbound, said = Inbound({1}), []
+    inbound, said = Inbound({1: 0}), []
     inbound.take(2)
     inbound.take(3)
     inbound.when_settled(lambda: said.append("settled"))
@@ -23,12 +23,12 @@ def test_one_that_failed_may_be_stored_all_the_same_and_stays_in_the_store():
     inbound.take(4)
     inbound.failed(4)
     assert inbound.in_doubt and 4 not in inbound
-    inbound.found([4])
+    inbound.found({4: 0})
     assert not inbound.in_doubt and inbound.is_stored(4)
 
 
 def test_whoever_lets_go_waits_until_what_was_released_is_removed():
-    inbound, said = Inbound({1}), []
+    inbound, said = Inbound({1: 0}), []
     inbound.free(1)
     inbound.when_settled(lambda: said.append("settled"))
     assert not said and 1 in inbound

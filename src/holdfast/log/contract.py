@@ -6,7 +6,7 @@ Everything above the seam (`log.py`) is the same for every store, so a promise i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -95,6 +95,19 @@ class GenerationSealed(RequestError):
         super().__init__(f"generation {generation} of log {log!r} is sealed")
 
 
+class NotTaken(RequestError):
+    """Nothing was stored, because of some of the QoS 2 publishes: those are to be left out."""
+
+    def __init__(self, fenced: Collection[ReceivedId], repeated: Collection[ReceivedId]):
+        super().__init__(
+            f"{len(fenced)} publishes are of sessions served elsewhere, {len(repeated)} are stored already"
+        )
+        self.fenced = frozenset(fenced)
+        """Their sessions are not served under that epoch any more: whoever serves them is sent them again."""
+        self.repeated = frozenset(repeated)
+        """They are in the log, and were not released."""
+
+
 class Landed(NamedTuple):
     """Where one block of an append went."""
 
@@ -115,8 +128,18 @@ class Retained(NamedTuple):
     time: Micros
 
 
-ReceivedId = tuple[str, str, int]
-"""A QoS 2 publish that is stored and not released yet: client id, the session's `born`, packet id."""
+class ReceivedId(NamedTuple):
+    """A QoS 2 publish that is stored and not released yet."""
+
+    client_id: str
+    born: str
+    """The life of the session it was sent in."""
+    packet_id: int
+    mark: int = 0
+    """Its own number: releasing it, however late, does not release a later one under the same packet id."""
+    epoch: int | None = None
+    """Store it only if its session still has this epoch: what lands late must not come after its repeat. None: in any
+    case."""
 
 
 class Run(NamedTuple):
@@ -213,6 +236,13 @@ def placed_from(text: str) -> list[Landed]:
     return [Landed(*row) for row in json.loads(text)]
 
 
+def check_epochs(received: Iterable[ReceivedId], epochs: Mapping[str, int | None]) -> None:
+    """NotTaken if a session is not served under the epoch that a publish of it was taken under."""
+    fenced = [one for one in received if one.epoch is not None and epochs.get(one.client_id) != one.epoch]
+    if fenced:
+        raise NotTaken(fenced, ())
+
+
 def check_expected(expect: Mapping[int, int], shard: int, actual: int, log: str) -> None:
     expected = expect.get(shard, actual)
     if expected != actual:
@@ -257,7 +287,8 @@ class Backend(Protocol):
         visible before n. None if the generation has been sealed. The bool says that the key was a repeat.
         Raises PreconditionFailed if an expected next offset is not the actual one. Retained messages are kept
         (or, with an empty payload, cleared) in the same transaction, the last one for a topic winning. So are
-        the packet ids of what was received with QoS 2; `SessionTable.received` tells of them.
+        the packet ids of what was received with QoS 2; `SessionTable.received` tells of them. Raises NotTaken, and
+        stores nothing, if any of these is there already, or its session has another epoch by now.
         """
 
     def retained(self, log: str) -> list[Retained]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 
 class Inbound:
@@ -13,15 +13,19 @@ class Inbound:
     whoever is next reads what is stored, and nothing of ours changes it any more.
     """
 
-    __slots__ = ("_freeing", "_stored", "_waiting", "born", "in_doubt")
+    __slots__ = ("_freeing", "_stored", "_waiting", "born", "epoch", "in_doubt", "marks")
 
-    def __init__(self, packet_ids: Iterable[int] = (), born: str = ""):
-        self._stored = dict.fromkeys(packet_ids, True)
+    def __init__(self, marks: Mapping[int, int] | None = None, born: str = ""):
+        self.marks = dict(marks or {})
+        """By packet id: which publish it is, as the store knows it."""
+        self._stored = dict.fromkeys(self.marks, True)
         self._freeing: set[int] = set()
         """Released by the client, and still known to the store."""
         self._waiting: list[Callable[[], None]] = []
         self.born = born
         """The life of the session that they are stored under; empty: nothing outlives the connection."""
+        self.epoch = 0
+        """The one its session is served under here: what lands after somebody else has taken it is not stored."""
         self.in_doubt = False
         """One has failed, and may be stored all the same: the store is to be asked before more are taken."""
 
@@ -46,9 +50,10 @@ class Inbound:
         self.in_doubt = True
         self._settled()
 
-    def found(self, packet_ids: Iterable[int]) -> None:
+    def found(self, marks: Mapping[int, int]) -> None:
         """The store says that these are stored."""
-        self._stored.update(dict.fromkeys(packet_ids, True))
+        self.marks.update(marks)
+        self._stored.update(dict.fromkeys(marks, True))
         self.in_doubt = False
 
     @property

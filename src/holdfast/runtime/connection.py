@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
         done: Callable[[bool], None] | None = None
         received = None
         if effect.qos == 2 and session.inbound.born:
-            received = (session.client_id, session.inbound.born, effect.packet_id)
+            received = self._front.ingest.receiving(session.client_id, session.inbound, effect.packet_id)
         if effect.qos:
             done = lambda ok: self.handle(mc.StoredOne(effect.qos, effect.packet_id, ok))  # noqa: E731
         self._front.ingest.publish_one(

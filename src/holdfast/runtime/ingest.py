@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.log import Appended, Log
-from holdfast.log.contract import ReceivedId, Retained
+from holdfast.log.contract import NotTaken, ReceivedId, Retained
 from holdfast.model import LOG, RETAIN, Batch, now_micros
 from holdfast.mqtt.fastpath import Inbox
+from holdfast.mqtt.inbound import Inbound
 
 
 class Publisher(Protocol):
@@ -83,6 +87,36 @@ class _Shard:
         elif self.properties is not None:
             self.properties += [None] * count
 
+    def drop(self, rows: set[int]) -> None:
+        """These were not to be stored after all."""
+        columns: list[list[Any] | None] = [self.topics, self.payloads, self.publishers, self.flags, self.properties]
+        for column in columns:
+            if column is not None:
+                column[:] = [value for at, value in enumerate(column) if at not in rows]
+
+
+class Receiving(NamedTuple):
+    """A QoS 2 publish on its way to the log, as its session knows it."""
+
+    client_id: str
+    inbound: Inbound
+    packet_id: int
+    mark: int
+
+    def id(self) -> ReceivedId:
+        """Under the epoch that its session is served under by now: while it waited, its client may have come back."""
+        return ReceivedId(self.client_id, self.inbound.born, self.packet_id, self.mark, self.inbound.epoch)
+
+
+class Taken(NamedTuple):
+    """One of them in a batch: which row it is, and who is told."""
+
+    receiving: Receiving
+    shard: int
+    row: int
+    told: int
+    retained: Retained | None
+
 
 class OpenBatch:
     """What waits for the next commit, and who is to be told when it has happened."""
@@ -96,7 +130,7 @@ class OpenBatch:
         self.after: list[Callable[[bool], None]] = []
         """Called with whether the commit happened, in order, after the plain acknowledgements."""
         self.retained: list[Retained] = []
-        self.received: list[ReceivedId] = []
+        self.received: list[Taken] = []
         """Packet ids of QoS 2 publishes: stored with them, so that a repeat is known by whoever serves the client."""
         self.publishers: set[Publisher] = set()
         self.waited_for = self.urgent = False
@@ -156,6 +190,7 @@ class Ingest:
         self._writer = 0
         self._writing_since: float | None = None
         """When the commit under way was begun, by the monotonic clock."""
+        self._marks = itertools.count(secrets.randbits(60))
         self.messages = 0
         self.commits = 0
 
@@ -182,9 +217,9 @@ class Ingest:
         flags: int,
         properties: bytes | None,
         done: Callable[[bool], None] | None,
-        received: ReceivedId | None = None,
+        received: Receiving | None = None,
     ) -> None:
-        """Take one message from elsewhere (QoS 2, a will, HTTP); `done` says whether it became durable."""
+        """Take one message from elsewhere (QoS 2, HTTP); `done` says whether it became durable."""
         shard = self.shard_of(publisher)
         with self._lock:
             batch = self._open
@@ -192,8 +227,15 @@ class Ingest:
             if done is not None:
                 batch.after.append(done)
             if received is not None:
-                batch.received.append(received)
+                row, told = len(batch.shards[shard].topics) - 1, len(batch.after) - 1
+                retained = batch.retained[-1] if flags & RETAIN else None
+                batch.received.append(Taken(received, shard, row, told, retained))
             self._signal(batch, urgent=True)
+
+    def receiving(self, client_id: str, inbound: Inbound, packet_id: int) -> Receiving:
+        """A QoS 2 publish that is about to be taken."""
+        mark = inbound.marks[packet_id] = next(self._marks)
+        return Receiving(client_id, inbound, packet_id, mark)
 
     def in_turn(self, done: Callable[[bool], None]) -> None:
         """Call back after everything that is in the open batch now is durable."""
@@ -263,18 +305,16 @@ class Ingest:
     def _write(self, batch: OpenBatch) -> None:
         if batch.full:
             self._on_loop(self._read_on, batch.full)
-        parts = {
-            shard: Batch(c.topics, c.payloads, c.publishers, c.flags, c.properties) for shard, c in batch.shards.items()
-        }
         now = now_micros()
         try:
-            appended = None
-            if parts:
-                for part in parts.values():
-                    part.times = now
-                # The same time as in the log, by which a message is recognised when it has expired.
-                retained = [last._replace(time=now) for last in batch.retained]
-                appended = self._commit(batch.generation, parts, retained, batch.received)
+            while True:
+                ids = [taken.receiving.id() for taken in batch.received]
+                try:
+                    appended, parts = self._store(batch, ids, now)
+                    break
+                except NotTaken as error:
+                    logger.info("%s", error)
+                    _leave_out(batch, ids, error)
         except Exception as error:  # whatever it was: the publishers must hear of it, and the next batch goes on
             logger.error("nothing was stored: %s", error, exc_info=not isinstance(error, HoldfastError))
             self._on_loop(self._deal_with, self._tell_failed, batch, error)
@@ -287,6 +327,20 @@ class Ingest:
         finally:
             with self._lock:
                 self._under_way -= 1
+
+    def _store(self, batch: OpenBatch, ids: list[ReceivedId], now: int) -> tuple[Appended | None, dict[int, Batch]]:
+        parts = {
+            shard: Batch(c.topics, c.payloads, c.publishers, c.flags, c.properties)
+            for shard, c in batch.shards.items()
+            if c.topics
+        }
+        if not parts:
+            return None, parts
+        for part in parts.values():
+            part.times = now
+        # The same time as in the log, by which a message is recognised when it has expired.
+        retained = [last._replace(time=now) for last in batch.retained]
+        return self._commit(batch.generation, parts, retained, ids), parts
 
     def _on_loop(self, call: Callable[..., None], *given: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
@@ -371,3 +425,28 @@ class Ingest:
         """Nothing is written any more."""
         self._closed = True
         self._signals.put(True)
+
+
+def _leave_out(batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None:
+    """Go on without these: they are stored already, or their sessions are somebody else's by now."""
+    dropped: dict[int, set[int]] = {}
+    kept: list[Taken] = []
+    for one, taken in zip(ids, batch.received, strict=True):
+        if one in error.fenced:
+            batch.after[taken.told] = partial(_refuse, batch.after[taken.told])
+        elif one not in error.repeated:
+            kept.append(taken)
+            continue
+        dropped.setdefault(taken.shard, set()).add(taken.row)
+        if taken.retained is not None:
+            batch.retained = [last for last in batch.retained if last is not taken.retained]
+    for shard, rows in dropped.items():
+        batch.shards[shard].drop(rows)
+    batch.received = [
+        taken._replace(row=taken.row - sum(row < taken.row for row in dropped.get(taken.shard, ()))) for taken in kept
+    ]
+
+
+def _refuse(done: Callable[[bool], None], stored: bool) -> None:
+    """Whatever became of the others."""
+    done(False)

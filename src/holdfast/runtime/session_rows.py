@@ -33,7 +33,7 @@ class FoundRow(NamedTuple):
 
     row: SessionRow | None
     lease_over: bool
-    received: set[int]
+    received: dict[int, int]
 
 
 class SessionRows:
@@ -49,7 +49,7 @@ class SessionRows:
         self._closed = False
         self.written = 0
         """Rows, for the metrics."""
-        self.received: dict[str, set[int]] = {}
+        self.received: dict[str, dict[int, int]] = {}
         """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
         self._answers: deque[Callable[[], None]] = deque()
         self._answering = False
@@ -81,10 +81,10 @@ class SessionRows:
         alive = self._alive() if named else set()
         known = [client_id for client_id, row in rows.items() if not row.dead]
         received = self.table.received(known) if known else {}
-        found = {client_id: FoundRow(None, False, set()) for client_id in ids}
+        found = {client_id: FoundRow(None, False, {}) for client_id in ids}
         for client_id, row in rows.items():
             over = row.lease is not None and row.lease not in alive
-            found[client_id] = FoundRow(row, over, received.get(client_id, set()))
+            found[client_id] = FoundRow(row, over, received.get(client_id, {}))
         return found
 
     def _was_read(

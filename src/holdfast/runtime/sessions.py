@@ -27,6 +27,7 @@ from typing import Any, Protocol, cast
 from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownSession
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
+from holdfast.log.contract import ReceivedId
 from holdfast.machine import TICK, Address, Send
 from holdfast.model import Stream
 from holdfast.mqtt import connection as mc
@@ -355,9 +356,9 @@ class Sessions:
             self._give(client_id, answer)
 
     def _write(self, live: Live, write: RowWrite) -> None:
-        """Let go of it only when all that it published is stored: whoever is next reads which of that is."""
+        """Change who has it only when all that it published is stored: whoever is next reads which of that is."""
         inbound = live.inbound if live.session is None else live.session.inbound
-        if inbound is None or write.row.lease is not None:
+        if inbound is None or (write.row.lease is not None and not write.take):
             self._rows.write(write, lambda answer: self._written(live, write, answer))
         else:
             inbound.when_settled(lambda: self._rows.write(write, lambda answer: self._written(live, write, answer)))
@@ -366,6 +367,9 @@ class Sessions:
         row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
         if row is not None:
             self.stored += (write.expected is None) - row.dead
+        inbound = live.inbound if live.session is None else live.session.inbound
+        if row is not None and inbound is not None:
+            inbound.epoch = row.epoch
         if row is not None and self.on_written is not None:
             self.on_written(write, row)
         if row is not None and write.subscribed:
@@ -413,7 +417,7 @@ class Sessions:
         try:
             if session.inbound.in_doubt:
                 received = await self._rows.ask(self._rows.table.received, [client_id])
-                session.inbound.found(received.get(client_id, ()))
+                session.inbound.found(received.get(client_id, {}))
             await self._send_again(connection, session)
         except HoldfastError as error:
             logger.error("%s: what was in flight cannot be read: %s", client_id, error)
@@ -461,12 +465,13 @@ class Sessions:
 
     def _take_inbound(self, live: Live, session: Session, welcome: life.Welcome) -> None:
         client_id, born = session.client_id, welcome.row.born
-        stored = self._rows.received.pop(client_id, set())
+        stored = self._rows.received.pop(client_id, {})
         if not session.durable:
             return
         inbound = live.inbound
         if inbound is None or inbound.born != born:
-            inbound = Inbound(stored if welcome.session_present else (), born)
+            inbound = Inbound(stored if welcome.session_present else {}, born)
+        inbound.epoch = welcome.row.epoch
         session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:
@@ -543,7 +548,8 @@ class Sessions:
 
     def free_id(self, session: Session, packet_id: int, freed: Callable[[], None]) -> None:
         """Forget that a QoS 2 publish under this id is stored; then say so."""
-        self._rows.release((session.client_id, session.inbound.born, packet_id), freed)
+        inbound = session.inbound
+        self._rows.release(ReceivedId(session.client_id, inbound.born, packet_id, inbound.marks[packet_id]), freed)
 
     # -- a client goes -------------------------------------------------------------------------------------
 

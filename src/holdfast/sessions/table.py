@@ -133,15 +133,16 @@ class SessionTable(Protocol):
     def count(self) -> int:
         """How many sessions there are, dead ones not counted."""
 
-    def received(self, client_ids: Collection[str]) -> dict[str, set[int]]:
-        """Packet ids of QoS 2 publishes that are in the log and were not released, of those that have any.
+    def received(self, client_ids: Collection[str]) -> dict[str, dict[int, int]]:
+        """Packet ids of QoS 2 publishes that are in the log and were not released, of those that have any; their marks.
 
         `Log.append` stores them with the publishes. They belong to one life of a session: as soon as the row is
         taken with another `born`, or dead, they are gone.
         """
 
     def release(self, received: Sequence[ReceivedId]) -> None:
-        """These packet ids are free again (PUBREL). Those that are not there do no harm."""
+        """These packet ids are free again (PUBREL). Those that are not there do no harm, nor do those that are there
+        for another publish, with another mark."""
 
 
 def check_writes(writes: Sequence[RowWrite]) -> None:

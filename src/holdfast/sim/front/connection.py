@@ -18,6 +18,7 @@ from holdfast.mqtt.reasons import Reason
 from holdfast.sessions.session import Session
 from holdfast.sessions.window import Pubrec
 from holdfast.sim.front.disk import Row
+from holdfast.sim.front.ingest import Receiving
 from holdfast.sim.front.sockets import Socket
 from holdfast.sim.front.world import Work
 
@@ -144,13 +145,18 @@ class SimConnection:
                 if not front.ingest.publish(self, inbox, rows):
                     self.handle(mc.HoldOn(mc.Hold.COMMIT))
             case mc.PublishOne(topic, payload, flags, properties, qos, packet_id):
-                received = (client, session.inbound.born, packet_id) if qos == 2 and session.inbound.born else None
-                self._publish_one(truth.taken(client, topic, payload, flags, properties), qos, packet_id, received)
+                row = truth.taken(client, topic, payload, flags, properties)
+                received = None
+                if qos == 2 and session.inbound.born:
+                    session.inbound.marks[packet_id] = row.number
+                    received = Receiving(client, session.inbound, packet_id, row.number)
+                self._publish_one(row, qos, packet_id, received)
             case mc.PublishControl(_, _, qos, packet_id):
                 self.handle(mc.Answered(qos, packet_id, Reason.NOT_AUTHORIZED))
             case mc.FreeId(packet_id):
                 freed = lambda: self.handle(mc.IdFreed(packet_id))  # noqa: E731
-                front.rows.release((client, session.inbound.born, packet_id), freed)
+                inbound = session.inbound
+                front.rows.release(ReceivedId(client, inbound.born, packet_id, inbound.marks[packet_id]), freed)
             case mc.AfterCommit(event):
                 front.ingest.in_turn(lambda _: self.handle(event))
             case mc.Acked(packet_ids):
@@ -161,7 +167,7 @@ class SimConnection:
             case mc.AckedOne(packet):
                 self._settled(self._acked_one(session, packet))
 
-    def _publish_one(self, row: Row, qos: int, packet_id: int, received: ReceivedId | None) -> None:
+    def _publish_one(self, row: Row, qos: int, packet_id: int, received: Receiving | None) -> None:
         done = (lambda ok: self.handle(mc.StoredOne(qos, packet_id, ok))) if qos else None
         self.front.ingest.publish_one(row, done, received)
 

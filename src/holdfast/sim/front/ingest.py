@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.log.contract import ReceivedId
+from holdfast.log.contract import NotTaken, ReceivedId
 from holdfast.mqtt.fastpath import Inbox
+from holdfast.mqtt.inbound import Inbound
 from holdfast.sim.front.disk import Block, Disk, Row, StoreDown
 from holdfast.sim.front.world import Life, Pending, Work, World
 
 if TYPE_CHECKING:
     from holdfast.sim.front.connection import SimConnection
+
+
+class Receiving(NamedTuple):
+    """A QoS 2 publish on its way to the log."""
+
+    client_id: str
+    inbound: Inbound
+    packet_id: int
+    mark: int
+    """The number of its row."""
+
+    def id(self) -> ReceivedId:
+        return ReceivedId(self.client_id, self.inbound.born, self.packet_id, self.mark, self.inbound.epoch)
 
 
 class OpenBatch:
@@ -20,7 +35,8 @@ class OpenBatch:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.bytes = 0
-        self.received: list[ReceivedId] = []
+        self.received: list[tuple[Receiving, int]] = []
+        """And whom of `after` each concerns."""
         self.acks: list[tuple[SimConnection, Inbox]] = []
         self.after: list[Callable[[bool], None]] = []
 
@@ -57,12 +73,12 @@ class SimIngest:
         self._waiting.append(connection)
         return False
 
-    def publish_one(self, row: Row, done: Callable[[bool], None] | None, received: ReceivedId | None = None) -> None:
+    def publish_one(self, row: Row, done: Callable[[bool], None] | None, received: Receiving | None = None) -> None:
         self._add([row])
-        if received is not None:
-            self._open.received.append(received)
         if done is not None:
             self._open.after.append(done)
+        if received is not None:
+            self._open.received.append((received, len(self._open.after) - 1))
 
     def in_turn(self, done: Callable[[bool], None]) -> None:
         self._open.after.append(done)
@@ -88,7 +104,7 @@ class SimIngest:
             for connection in waiting:
                 connection.read_on()
             try:
-                placed = yield from self._commit(batch.rows, batch.received)
+                placed = yield from self._commit(batch)
             except StoreDown:
                 self._tell_failed(batch)
             else:
@@ -96,21 +112,34 @@ class SimIngest:
                 self._acknowledge(batch)
             self.busy = False
 
-    def _commit(self, rows: list[Row], received: list[ReceivedId]) -> Work:
+    def _commit(self, batch: OpenBatch) -> Work:
         world, disk = self.world, self.disk
-        if not rows:
+        if not batch.rows:
             return []
         yield world.rng.random() * disk.commit_seconds
         if disk.fails(disk.commit_fails):
             yield world.rng.random() * disk.commit_seconds
             raise StoreDown("nothing was stored")
-        placed = disk.log.append(rows, world.now, ours=True)
-        disk.table.receive(received)
+        ids = [receiving.id() for receiving, _ in batch.received]
+        if (error := disk.table.not_taken(ids)) is not None:
+            self._leave_out(batch, ids, error)
+            return (yield from self._commit(batch))
+        placed = disk.log.append(batch.rows, world.now, ours=True)
+        disk.table.receive(ids)
         # Others may append, and we may read it, before the writer's thread has told the loop.
         yield world.rng.random() * disk.commit_seconds
         if disk.lies():
             raise StoreDown("it was stored, and the answer was lost")
         return placed
+
+    def _leave_out(self, batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None:
+        unwanted = error.fenced | error.repeated
+        for one, (_, told) in zip(ids, batch.received, strict=True):
+            if one in error.fenced:
+                batch.after[told] = partial(_refuse, batch.after[told])
+        marks = {one.mark for one in unwanted}
+        batch.rows = [row for row in batch.rows if row.number not in marks]
+        batch.received = [taken for one, taken in zip(ids, batch.received, strict=True) if one not in unwanted]
 
     def _acknowledge(self, batch: OpenBatch) -> None:
         asked = [inbox for connection, inbox in batch.acks if connection.version == 5 and inbox.packet_ids]
@@ -127,3 +156,7 @@ class SimIngest:
         for connection, _ in batch.acks:
             connection.store_failed()
         self._failed()
+
+
+def _refuse(done: Callable[[bool], None], stored: bool) -> None:
+    done(False)

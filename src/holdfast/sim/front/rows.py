@@ -26,7 +26,7 @@ LATE_SECONDS = 3.0
 class FoundRow(NamedTuple):
     row: SessionRow | None
     lease_over: bool
-    received: set[int]
+    received: dict[int, int]
 
 
 class SimRows:
@@ -41,7 +41,7 @@ class SimRows:
         self._to_read: Pending = self.world.pending()
         self._to_write: Pending = self.world.pending()
         self._to_release: Pending = self.world.pending()
-        self.received: dict[str, set[int]] = {}
+        self.received: dict[str, dict[int, int]] = {}
         """Of sessions that were read: packet ids of QoS 2 publishes that were not released, until they are taken."""
         front.spawn(self._read_for_ever())
         front.spawn(self._write_for_ever())
@@ -102,10 +102,10 @@ class SimRows:
         table = self.table
         rows, alive = table.read(ids), table.alive()
         received = table.received([client_id for client_id, row in rows.items() if not row.dead])
-        found = {client_id: FoundRow(None, False, set()) for client_id in ids}
+        found = {client_id: FoundRow(None, False, {}) for client_id in ids}
         for client_id, row in rows.items():
             over = row.lease is not None and row.lease not in alive
-            found[client_id] = FoundRow(row, over, received.get(client_id, set()))
+            found[client_id] = FoundRow(row, over, received.get(client_id, {}))
         return found
 
     # -- writing -------------------------------------------------------------------------------------------

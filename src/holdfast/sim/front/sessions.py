@@ -205,13 +205,17 @@ class SimSessions:
         def go() -> None:
             self.front.rows.write((write, saved), lambda answer: self._written(client_id, live, write, answer))
 
-        if inbound is None or row.lease is not None:
+        if inbound is None or (row.lease is not None and not write.take):
             go()
         else:
             inbound.when_settled(go)
 
     def _written(self, client_id: str, live: Live, write: RowWrite, answer: life.Written | life.Failed) -> None:
-        if isinstance(answer, life.Written) and answer.verdict.accepted and write.subscribed:
+        row = answer.verdict.row if isinstance(answer, life.Written) and answer.verdict.accepted else None
+        inbound = live.inbound if live.session is None else live.session.inbound
+        if row is not None and inbound is not None:
+            inbound.epoch = row.epoch
+        if row is not None and write.subscribed:
             self.front.delivery.filters_changed(dict.fromkeys(write.subscribed, 1), whole=False)
         if self.world.trace is not None:
             self.world.tell(client_id, f"hears {show(answer)}")
@@ -256,7 +260,7 @@ class SimSessions:
             if session.inbound.in_doubt:
                 table = self.front.disk.table
                 received = yield from self.front.rows.call(lambda: table.received([client_id]))
-                session.inbound.found(received.get(client_id, ()))
+                session.inbound.found(received.get(client_id, {}))
             yield from self._send_again(connection, session)
         except StoreDown:
             connection.close(Reason.SERVER_BUSY)
@@ -306,12 +310,13 @@ class SimSessions:
 
     def _take_inbound(self, live: Live, session: Session, welcome: life.Welcome) -> None:
         client_id, born = session.client_id, welcome.row.born
-        stored = self.front.rows.received.pop(client_id, set())
+        stored = self.front.rows.received.pop(client_id, {})
         if not session.durable:
             return
         inbound = live.inbound
         if inbound is None or inbound.born != born:
-            inbound = Inbound(stored if welcome.session_present else (), born)
+            inbound = Inbound(stored if welcome.session_present else {}, born)
+        inbound.epoch = welcome.row.epoch
         session.inbound = inbound
 
     def _restore(self, row: SessionRow, previous: str) -> Session:

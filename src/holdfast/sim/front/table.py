@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.log.contract import ReceivedId
+from holdfast.log.contract import NotTaken, ReceivedId
 from holdfast.sessions.stored import filters_of
 from holdfast.sessions.table import RowWrite, SessionRow, Verdict, check_writes
 from holdfast.sim.front.world import World
@@ -34,7 +34,7 @@ class SimTable:
         """By client: what its row stands for."""
         self.leases: dict[int, float] = {}
         """When each ends; an ended lease never comes back."""
-        self._received: dict[str, set[tuple[str, int]]] = {}
+        self._received: dict[str, dict[tuple[str, int], int]] = {}
         self._epochs = self._leases = 0
 
     @property
@@ -61,7 +61,8 @@ class SimTable:
         elif not (new.subscriptions or new.cursors or new.packets):
             self.saved.pop(client_id, None)
         if write.take or new.dead:
-            kept = {one for one in self._received.get(client_id, ()) if one[0] == new.born and not new.dead}
+            had = self._received.get(client_id, {})
+            kept = {one: mark for one, mark in had.items() if one[0] == new.born and not new.dead}
             self._received[client_id] = kept
         self.truth.lives.committed(old, new, write)
         if write.take and new.lease is None and old is not None and old.lease is not None:
@@ -97,20 +98,29 @@ class SimTable:
 
     def receive(self, received: Sequence[ReceivedId]) -> None:
         """In the transaction that appends the publishes."""
-        for client_id, born, packet_id in received:
-            self._received.setdefault(client_id, set()).add((born, packet_id))
+        for one in received:
+            self._received.setdefault(one.client_id, {})[one.born, one.packet_id] = one.mark
 
-    def received(self, client_ids: Collection[str]) -> dict[str, set[int]]:
+    def not_taken(self, received: Sequence[ReceivedId]) -> NotTaken | None:
+        """Why these cannot be stored."""
+        fenced = [one for one in received if self.rows[one.client_id].epoch != one.epoch]
+        repeated = [one for one in received if one[1:3] in self._received.get(one.client_id, {})]
+        return NotTaken(fenced, () if fenced else repeated) if fenced or repeated else None
+
+    def received(self, client_ids: Collection[str]) -> dict[str, dict[int, int]]:
         found = {}
         for client_id in client_ids:
             born = self.rows[client_id].born
-            if packet_ids := {number for life, number in self._received.get(client_id, ()) if life == born}:
+            had = self._received.get(client_id, {})
+            if packet_ids := {number: mark for (life, number), mark in had.items() if life == born}:
                 found[client_id] = packet_ids
         return found
 
     def release(self, received: Sequence[ReceivedId]) -> None:
-        for client_id, born, packet_id in received:
-            self._received.get(client_id, set()).discard((born, packet_id))
+        for one in received:
+            had = self._received.get(one.client_id, {})
+            if had.get((one.born, one.packet_id)) == one.mark:
+                del had[one.born, one.packet_id]
 
     # -- leases --------------------------------------------------------------------------------------------
 

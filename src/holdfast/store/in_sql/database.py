@@ -40,7 +40,8 @@ class Transaction(Db, Protocol):
     ) -> tuple[list[Landed], bool]:
         """As `Backend.append`, within this transaction.
 
-        GenerationSealed and PreconditionFailed are raised: whoever lets them pass has the whole transaction undone.
+        GenerationSealed, PreconditionFailed and NotTaken are raised: whoever lets them pass has the whole transaction
+        undone.
         """
 
 

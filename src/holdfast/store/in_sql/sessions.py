@@ -158,20 +158,20 @@ class SqlSessionTable(ABC):
         sql = "select (select count(*) from sessions) - (select count(*) from sessions where dead)"
         return int(self._database.ask(lambda db: db.run(sql))[0][0])
 
-    def received(self, client_ids: Collection[str]) -> dict[str, set[int]]:
+    def received(self, client_ids: Collection[str]) -> dict[str, dict[int, int]]:
         check_client_ids(client_ids)
         if not client_ids:
             return {}
         of_rows, given = self._find("s.client_id", client_ids)
         of_ids, _ = self._find("r.client_id", client_ids)
         sql = f"""
-            select r.client_id, r.packet_id from session_received r
+            select r.client_id, r.packet_id, r.mark from session_received r
             join sessions s on s.client_id = r.client_id and s.born = r.born
             where {of_rows} and {of_ids} and not s.dead
         """
-        found: dict[str, set[int]] = {}
-        for client_id, packet_id in self._database.ask(lambda db: db.run(sql, given, given)):
-            found.setdefault(client_id, set()).add(packet_id)
+        found: dict[str, dict[int, int]] = {}
+        for client_id, packet_id, mark in self._database.ask(lambda db: db.run(sql, given, given)):
+            found.setdefault(client_id, {})[packet_id] = mark
         return found
 
     def release(self, received: Sequence[ReceivedId]) -> None:

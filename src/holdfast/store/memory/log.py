@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import UnknownStream
@@ -16,9 +16,11 @@ from holdfast.log.contract import (
     Head,
     Landed,
     NewBlock,
+    NotTaken,
     ReceivedId,
     Retained,
     Run,
+    check_epochs,
     check_expected,
 )
 from holdfast.model import Micros, Stream
@@ -59,8 +61,10 @@ class MemoryLog:
         self._topics: dict[tuple[str, int], set[str]] = {}
         self._writers: dict[str, tuple[int, list[Landed], Micros]] = {}
         self._retained: dict[tuple[str, str], Retained] = {}
-        self.received: dict[str, set[tuple[str, int]]] = {}
-        """By client id: `born` of the session, and packet id."""
+        self.received: dict[str, dict[tuple[str, int], int]] = {}
+        """By client id: marks by `born` of the session and packet id."""
+        self.epoch_of: Callable[[str], int | None] = lambda client_id: None
+        """The epoch of a session's row."""
         self._last_body = 0
 
     def create_log(self, log: str, shards: int, shard_by: str, now: Micros) -> None:
@@ -113,11 +117,15 @@ class MemoryLog:
                 sequence, placed, _ = self._writers.get(key.writer, (-1, [], 0))
                 if sequence >= key.sequence:
                     return (placed if sequence == key.sequence else []), True
+            check_epochs(received, {one.client_id: self.epoch_of(one.client_id) for one in received})
+            repeated = [one for one in received if one[1:3] in self.received.get(one.client_id, ())]
             streams = [self._streams.get(Stream(log, block.shard, generation)) for block in blocks]
             for block, stream in zip(blocks, streams, strict=True):
                 if stream is None or stream.sealed:
                     return None
                 check_expected(expect, block.shard, stream.next_offset, log)
+            if repeated:
+                raise NotTaken((), repeated)
             landed = []
             for block, stream in zip(blocks, streams, strict=True):
                 assert stream is not None
@@ -134,8 +142,8 @@ class MemoryLog:
                 self._retained.pop((log, last.topic), None)
                 if last.payload:
                     self._retained[log, last.topic] = last
-            for client_id, born, packet_id in received:
-                self.received.setdefault(client_id, set()).add((born, packet_id))
+            for one in received:
+                self.received.setdefault(one.client_id, {})[one.born, one.packet_id] = one.mark
             if key is not None:
                 self._writers[key.writer] = (key.sequence, landed, now)
             return landed, False

@@ -42,6 +42,7 @@ class SessionState:
 class MemorySessionTable:
     def __init__(self, state: SessionState, backend: MemoryLog, log: Log):
         self._state, self._backend, self._log = state, backend, log
+        backend.epoch_of = lambda client_id: row.epoch if (row := state.rows.get(client_id)) is not None else None
 
     def now(self) -> float:
         return time.time()
@@ -94,7 +95,8 @@ class MemorySessionTable:
         return row
 
     def _void_received(self, row: SessionRow) -> None:
-        kept = {one for one in self._backend.received.pop(row.client_id, ()) if one[0] == row.born and not row.dead}
+        had = self._backend.received.pop(row.client_id, {})
+        kept = {one: mark for one, mark in had.items() if one[0] == row.born and not row.dead}
         if kept:
             self._backend.received[row.client_id] = kept
 
@@ -155,19 +157,22 @@ class MemorySessionTable:
         with self._backend.lock:
             return sum(not row.dead for row in self._state.rows.values())
 
-    def received(self, client_ids: Collection[str]) -> dict[str, set[int]]:
+    def received(self, client_ids: Collection[str]) -> dict[str, dict[int, int]]:
         check_client_ids(client_ids)
-        found: dict[str, set[int]] = {}
+        found: dict[str, dict[int, int]] = {}
         with self._backend.lock:
             for client_id in client_ids:
                 row = self._state.rows.get(client_id)
                 if row is not None and not row.dead:
-                    packet_ids = {n for born, n in self._backend.received.get(client_id, ()) if born == row.born}
+                    had = self._backend.received.get(client_id, {})
+                    packet_ids = {number: mark for (born, number), mark in had.items() if born == row.born}
                     if packet_ids:
                         found[client_id] = packet_ids
         return found
 
     def release(self, received: Sequence[ReceivedId]) -> None:
         with self._backend.lock:
-            for client_id, born, packet_id in received:
-                self._backend.received.get(client_id, set()).discard((born, packet_id))
+            for one in received:
+                had = self._backend.received.get(one.client_id, {})
+                if had.get((one.born, one.packet_id)) == one.mark:
+                    del had[one.born, one.packet_id]

@@ -144,11 +144,11 @@ class PostgresSessionTable(SqlSessionTable):
     def _release(self, db: Db, received: Sequence[ReceivedId]) -> None:
         db.run(
             f"""delete from session_received r
-                using unnest(?::text[], ?::text[], ?::integer[]) as e (client_id, born, packet_id)
+                using unnest(?::text[], ?::text[], ?::integer[], ?::bigint[]) as e (client_id, born, packet_id, mark)
                 where {_among("r.client_id")} and {_same("r.client_id", "e.client_id")}
-                and r.born = e.born and r.packet_id = e.packet_id""",
-            *_columns(received),
-            _hashes({client_id for client_id, _, _ in received}),
+                and r.born = e.born and r.packet_id = e.packet_id and r.mark = e.mark""",
+            *_columns(one[:4] for one in received),
+            _hashes({one.client_id for one in received}),
         )
 
 

@@ -5,6 +5,7 @@ An append is two round trips: lock the streams' rows, then everything else; the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -18,8 +19,10 @@ from holdfast.log.contract import (
     GenerationSealed,
     Landed,
     NewBlock,
+    NotTaken,
     ReceivedId,
     Retained,
+    check_epochs,
     check_expected,
     placed_from,
 )
@@ -49,8 +52,14 @@ _INSERT_BLOCK = """
     select %s::bigint, %s::bigint, %s::bigint, %s::bigint, %s::bigint, %s::bigint, id from body returning body
 """
 
+# Whoever takes one of these waits until we are done; and we see who was first.
+_EPOCHS = """
+    select client_id, epoch from sessions where md5(client_id)::uuid = any(%s::uuid[]) order by client_id for share
+"""
+
 _RECEIVED = """
-    insert into session_received select * from unnest(%s::text[], %s::text[], %s::integer[]) on conflict do nothing
+    insert into session_received select * from unnest(%s::text[], %s::text[], %s::integer[], %s::bigint[])
+    on conflict do nothing returning client_id, born, packet_id
 """
 
 
@@ -98,12 +107,16 @@ class PostgresTransaction:
         db = self._connection
         with db.pipeline():
             claimed = db.execute(_CLAIM, (key.writer, key.sequence, now)) if key else None
+            # Before the streams: in that order a change of sessions that publishes wills locks them, too.
+            fences = db.execute(_EPOCHS, (_hashes(received),)) if any(r.epoch is not None for r in received) else None
             locked = db.execute(_LOCK, (log, generation, [block.shard for block in blocks]))
             news = claimed.fetchone() if claimed else ()
             rows = {row[1]: row for row in locked.fetchall()}
         if key is not None and news is None:
             row = db.execute("select sequence, placed from writers where writer = %s", (key.writer,)).fetchone()
             return (placed_from(row[1]) if row and row[0] == key.sequence else []), True
+        if fences is not None:
+            check_epochs(received, dict(fences.fetchall()))
         if len(rows) < len(blocks) or any(row[4] for row in rows.values()):
             raise GenerationSealed(log, generation)
         places = []
@@ -135,12 +148,15 @@ class PostgresTransaction:
                         " time = excluded.time",
                         (log, *last),
                     )
-            if received:
-                db.execute(_RECEIVED, [list(column) for column in zip(*sorted(received), strict=True)])
+            ids = sorted(one[:4] for one in received)
+            stored = db.execute(_RECEIVED, [list(column) for column in zip(*ids, strict=True)]) if ids else None
             landed = [Landed(b.shard, base, b.messages, _only(cursor)) for b, base, cursor in places]
             if key is not None:
                 db.execute("update writers set placed = %s where writer = %s", (json.dumps(landed), key.writer))
             db.execute("select pg_notify(%s, %s)", (LOG_CHANNEL, f"{self._instance} {log}"))
+        if stored is not None and stored.rowcount < len(received):
+            new = set(stored.fetchall())
+            raise NotTaken((), [one for one in received if one[:3] not in new])
         return landed, False
 
 
@@ -152,6 +168,11 @@ def insert_block(
         (block.hashes, block.data, stream, base, block.messages, len(block.data), newest, block.checksum),
         prepare=True,
     )
+
+
+def _hashes(received: Iterable[ReceivedId]) -> list[str]:
+    names = {one.client_id for one in received if one.epoch is not None}
+    return [hashlib.md5(name.encode(), usedforsecurity=False).hexdigest() for name in names]
 
 
 def _only(cursor: psycopg.Cursor[tuple[Any, ...]]) -> int:

@@ -106,4 +106,5 @@ class SqliteSessionTable(SqlSessionTable):
         db.run_many("delete from session_received where client_id = ? and born is not ?", ended)
 
     def _release(self, db: Db, received: Sequence[ReceivedId]) -> None:
-        db.run_many("delete from session_received where client_id = ? and born = ? and packet_id = ?", received)
+        sql = "delete from session_received where client_id = ? and born = ? and packet_id = ? and mark = ?"
+        db.run_many(sql, [one[:4] for one in received])

@@ -12,13 +12,17 @@ from holdfast.log.contract import (
     GenerationSealed,
     Landed,
     NewBlock,
+    NotTaken,
     ReceivedId,
     Retained,
+    check_epochs,
     check_expected,
     placed_from,
 )
 from holdfast.model import Micros
 from holdfast.store.in_sql.database import Row, Rows
+
+_RECEIVED = "insert or ignore into session_received values (?, ?, ?, ?)"
 
 
 class SqliteDialect:
@@ -60,6 +64,11 @@ class SqliteTransaction:
             row = db.execute("select sequence, placed from writers where writer = ?", (key.writer,)).fetchone()
             if row is not None and row[0] >= key.sequence:
                 return (placed_from(row[1]) if row[0] == key.sequence else []), True
+        names = {one.client_id for one in received if one.epoch is not None}
+        epochs = [
+            db.execute("select client_id, epoch from sessions where client_id = ?", (n,)).fetchone() for n in names
+        ]
+        check_epochs(received, dict(row for row in epochs if row is not None))
         streams = [
             db.execute(
                 "select id, next_offset, coalesce(newest, 0), sealed from streams"
@@ -88,8 +97,9 @@ class SqliteTransaction:
             db.execute("delete from retained where log = ? and topic = ?", (log, last.topic))
             if last.payload:
                 db.execute("insert into retained values (?, ?, ?, ?, ?, ?, ?)", (log, *last))
-        if received:
-            db.executemany("insert or ignore into session_received values (?, ?, ?)", received)
+        repeated = [one for one in received if not db.execute(_RECEIVED, one[:4]).rowcount]
+        if repeated:
+            raise NotTaken((), repeated)
         if key is not None:
             db.execute(
                 "insert into writers values (?, ?, ?, ?) on conflict (writer) do update set"

@@ -48,6 +48,7 @@ insert into session_filters_trimmed values (0);
 create table session_received (
     client_id  text collate "C" not null,
     born       text not null,                -- of the session they were sent in
-    packet_id  integer not null
+    packet_id  integer not null,
+    mark       bigint not null               -- which publish it is, of all that ever had this packet id
 );
 create unique index session_received_once on session_received ((md5(client_id)::uuid), born, packet_id);

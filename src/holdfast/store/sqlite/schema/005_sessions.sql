@@ -50,5 +50,6 @@ create table session_received (
     client_id  text not null,
     born       text not null,                -- of the session they were sent in
     packet_id  integer not null,
+    mark       integer not null,             -- which publish it is, of all that ever had this packet id
     primary key (client_id, born, packet_id)
 ) without rowid;
