@@ -627,3 +627,30 @@ def test_what_waits_is_sent_if_another_filter_still_means_it():
     offer(session, rows(0, ["t", "u", "t", "u"]))
     begin_at(session, "#", 3, ["t", "u", "t", "u"])
     assert payloads(sent(session)) == [0, 2, 3]
+
+
+# -- on a node that has not heard of everything yet -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("head", "beyond"), [(3, True), (4, True), (5, False), (9, False)])
+def test_a_node_that_knows_less_than_was_sent_must_catch_up_first(head: int, beyond: bool):
+    """Whatever it would hear next of that stream was sent before, by another node: it would go out twice."""
+    session = Session("c", 100)
+    session.positions.done.set(S, 5)
+    assert session.positions.is_beyond(Heads({S: head}), session.window) is beyond
+    session.positions.done.set(S, Cursor(1, [(3, 4)]))
+    assert session.positions.is_beyond(Heads({S: head}), session.window) is beyond
+
+
+def test_what_is_in_flight_was_sent_as_well():
+    session = Session("c", 100)
+    session.window.restore(7, Delivery(session.positions.origin(S), 4, 1))
+    assert session.positions.is_beyond(Heads({S: 4}), session.window)
+    assert not session.positions.is_beyond(Heads({S: 5}), session.window)
+
+
+def test_a_generation_that_a_node_has_not_heard_of_is_beyond_it():
+    session = Session("c", 100)
+    session.positions.done.set(NEXT_S, 1)
+    assert session.positions.is_beyond(Heads({S: 5}), session.window)
+    assert not session.positions.is_beyond(Heads({S: 5, NEXT_S: 1}), session.window)

@@ -418,6 +418,8 @@ class Sessions:
             if session.inbound.in_doubt:
                 received = await self._rows.ask(self._rows.table.received, [client_id])
                 session.inbound.found(received.get(client_id, {}))
+            if session.positions.is_beyond(self._delivery.heads, session.window):
+                await self._delivery.caught_up()
             await self._send_again(connection, session)
         except HoldfastError as error:
             logger.error("%s: what was in flight cannot be read: %s", client_id, error)

@@ -298,6 +298,19 @@ class Positions:
                 cursor.ack_range(first, past - 1)
             self.done.set(stream, cursor)
 
+    def is_beyond(self, heads: Heads, window: Window) -> bool:
+        """Was more of a stream sent already, by another node, than this one knows of? What it hears next is not new."""
+        open_generations = range(heads.oldest_open, heads.newest + 1)
+        for stream in (stream for generation in open_generations for stream in heads.of_generation(generation)):
+            progress = self.done.get(stream)
+            past = progress if isinstance(progress, int) else progress.top + 1
+            if past > heads[stream] and stream not in heads.sealed:
+                return True
+        if any(generation > heads.newest for generation in self.done.streams):
+            return True
+        flying = _open_offsets(window)
+        return any(max(offsets) >= heads.get(stream, DONE) for stream, offsets in flying.items())
+
     def drop_covered(self) -> None:
         """What is done for every subscription need not be said of each."""
         if (only := self._subscriptions.only) is not None and only.done is NOTHING_DONE:

@@ -261,6 +261,8 @@ class SimSessions:
                 table = self.front.disk.table
                 received = yield from self.front.rows.call(lambda: table.received([client_id]))
                 session.inbound.found(received.get(client_id, {}))
+            if session.positions.is_beyond(self.front.delivery.heads, session.window):
+                yield from self.front.delivery.caught_up()
             yield from self._send_again(connection, session)
         except StoreDown:
             connection.close(Reason.SERVER_BUSY)
