@@ -125,6 +125,8 @@ class OpenBatch:
         self.shards: dict[int, _Shard] = {}
         self.generation = generation
         """The one its shards are of, at most: a batch begun before a seal is sorted anew."""
+        self.since: float | None = None
+        """When the first of it came, by the monotonic clock."""
         self.bytes = 0
         self.acks: list[tuple[Publisher, Inbox]] = []
         self.after: list[Callable[[bool], None]] = []
@@ -188,8 +190,8 @@ class Ingest:
         self._closed = False
         self.by_publisher = log.logs()[LOG] == "publisher"
         self._writer = 0
-        self._writing_since: float | None = None
-        """When the commit under way was begun, by the monotonic clock."""
+        self._writing: OpenBatch | None = None
+        """What is being committed."""
         self._marks = itertools.count(secrets.randbits(60))
         self.messages = 0
         self.commits = 0
@@ -256,6 +258,8 @@ class Ingest:
         flags: list[int],
         properties: Sequence[bytes | None] | None,
     ) -> None:
+        if batch.since is None:
+            batch.since = time.monotonic()
         into = batch.shards.get(shard)
         if into is None:
             into = batch.shards[shard] = _Shard()
@@ -292,14 +296,14 @@ class Ingest:
                 while not self._signals.empty():  # said of this batch, which is taken
                     self._signals.get_nowait()
             self._crowd.took(batch.publishers, begun)
-            self._writing_since = begun
+            self._writing = batch
             self._write(batch)
-            self._writing_since = None
+            self._writing = None
 
     @property
     def waiting_seconds(self) -> float:
-        """How long the commit under way has taken so far; 0: there is none."""
-        since = self._writing_since
+        """How long the publish that has waited longest has waited to become durable; 0: there is none."""
+        since = (self._writing or self._open).since
         return 0.0 if since is None else time.monotonic() - since
 
     def _write(self, batch: OpenBatch) -> None:
