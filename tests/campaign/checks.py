@@ -441,6 +441,8 @@ def _one_member(seen: Seen, share: str, msg: str, deliveries: list[Event], kept:
 def told_ready(seen: Seen) -> Iterator[str]:
     """/readyz says 503 within 5 s when publishes cannot be acknowledged."""
     blocked: dict[str, float] = {}
+    said: dict[str, float] = {}
+    """Since when a node has said that it is ready though it was blocked: at its recovery it may be a moment early."""
     told: set[str] = set()
     for event in seen.events:
         if event.who.startswith("probe-"):
@@ -449,14 +451,19 @@ def told_ready(seen: Seen) -> Iterator[str]:
                 blocked.setdefault(node, event.t)
             elif event.what == "acked":
                 blocked.pop(node, None)
+                said.pop(node, None)
                 told.discard(node)
         elif event.what == "healed" and event.msg in ("kill", "stop", "pause") and event.node in blocked:
             blocked[event.node] = event.t
         elif event.what == "lag":
             blocked = {node: since + event.secs for node, since in blocked.items()}
-        elif event.what == "ready" and event.code == 200 and event.node in blocked and event.node not in told:
+        elif event.what == "ready" and event.code != 200:
+            said.pop(event.node, None)
+            if event.code == 0 and event.node in blocked:
+                blocked[event.node] = event.t  # it does not run, or not yet
+        elif event.what == "ready" and event.node in blocked and event.node not in told:
             waited = event.t - blocked[event.node]
-            if waited > READY_SECONDS:
+            if waited > READY_SECONDS and event.t - said.setdefault(event.node, event.t) > BYTES_SECONDS:
                 told.add(event.node)
                 yield f"node {event.node} was ready at {event.t:.2f}, and had acknowledged nothing for {waited:.1f} s"
 
