@@ -63,6 +63,8 @@ class Connection:
     reason: int = -1
     heard: float = 0.0
     """When something was last received on it."""
+    severed: bool = False
+    """Its end may not have been the node's decision: the node was killed just then, or its clients were cut off."""
 
     @property
     def said_goodbye(self) -> bool:
@@ -74,7 +76,7 @@ class Connection:
         return (
             self.bye is not None
             and self.end is not None
-            and not self.dropped
+            and not (self.dropped or self.severed)
             and self.end - self.bye.t < CLOSED_SECONDS
             and self.reason < 0
         )
@@ -104,8 +106,11 @@ class Seen:
     def __post_init__(self) -> None:
         self.copies.update(row.payload for row in self.log)
         open_faults: dict[tuple[str, str], list[float]] = defaultdict(list)
+        severed: dict[str, list[float]] = defaultdict(list)
         for event in self.events:
             self.end = max(self.end, event.t)
+            if event.what in ("fault", "healed") and event.msg.startswith(("kill", "clients")):
+                severed[event.node].append(event.t)
             match event.what:
                 case "fault":
                     open_faults[event.msg, event.node].append(event.t)
@@ -129,6 +134,10 @@ class Seen:
         for left in open_faults.values():
             self.storms += [(begun, self.end) for begun in left]
         self.storms.sort()
+        for one in (one for connections in self.connections.values() for one in connections):
+            if one.bye is not None and one.end is not None:
+                begin, end = one.bye.t - 0.1, one.end + 0.1
+                one.severed = any(begin < at < end for at in severed[one.node])
 
     def _connection(self, event: Event) -> None:
         mine = self.connections[event.who]

@@ -97,6 +97,13 @@ def test_a_good_bye_that_nobody_confirmed_promises_nothing_in_a_storm():
     assert found(checks.not_again, BASE, late, got("s1", "p1:1", 10.0, 2, dup=True)), "in calm weather it does"
 
 
+def test_an_end_that_was_not_the_nodes_decision_confirms_nothing():
+    one, will = connected("w1", will="w1:1"), in_log("w1:1", topic="w/w1", t=26.0)
+    assert found(checks.wills, one, goodbye("w1", 20.0), log=will)
+    for kind in ("kill", "clients half-open"):
+        assert not found(checks.wills, one, goodbye("w1", 20.0), fault(kind, 15.0, 20.1), log=will)
+
+
 def test_nothing_comes_twice_on_one_connection():
     assert "twice" in found(checks.not_again, BASE, got("s1", "p1:1", 3.0), got("s1", "p1:1", 3.1))[0]
     assert not found(checks.not_again, BASE, got("s1", "p1:1", 3.0, qos=2), got("s1", "p1:1", 3.1, qos=2, repeat=True))
