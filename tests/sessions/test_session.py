@@ -627,3 +627,17 @@ def test_what_waits_is_sent_if_another_filter_still_means_it():
     offer(session, rows(0, ["t", "u", "t", "u"]))
     begin_at(session, "#", 3, ["t", "u", "t", "u"])
     assert payloads(sent(session)) == [0, 2, 3]
+
+
+def test_how_long_all_filters_are_together_is_known_without_counting_them():
+    table = Session("c", 0).subscriptions
+    for filter_text in ("a", "bc", "bc"):
+        table.add(Subscription(filter_text, 1))
+    for filter_text in ("$share/g/a", "$share/g/a", "$share/g/b"):
+        table.share(Subscription(filter_text, 1))
+    assert table.length == 3 + 20
+    table.remove("a")
+    table.remove("never there")
+    table.unshare("$share/g/a")
+    table.unshare("$share/g/a")
+    assert table.length == 2 + 10
