@@ -654,3 +654,17 @@ def test_a_generation_that_a_node_has_not_heard_of_is_beyond_it():
     session.positions.done.set(NEXT_S, 1)
     assert session.positions.is_beyond(Heads({S: 5}), session.window)
     assert not session.positions.is_beyond(Heads({S: 5, NEXT_S: 1}), session.window)
+
+
+def test_how_long_all_filters_are_together_is_known_without_counting_them():
+    table = Session("c", 0).subscriptions
+    for filter_text in ("a", "bc", "bc"):
+        table.add(Subscription(filter_text, 1))
+    for filter_text in ("$share/g/a", "$share/g/a", "$share/g/b"):
+        table.share(Subscription(filter_text, 1))
+    assert table.length == 3 + 20
+    table.remove("a")
+    table.remove("never there")
+    table.unshare("$share/g/a")
+    table.unshare("$share/g/a")
+    assert table.length == 2 + 10

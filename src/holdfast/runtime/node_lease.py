@@ -110,7 +110,11 @@ class NodeLease:
         lease = self._metadata.lease(self._seconds)
         self._said = b""
         self._lease = lease
-        self._say()
+        try:
+            self._say()
+        except HoldfastError:
+            self._lease = None  # nobody was told of it: it runs out, and the next one is a new one
+            raise
         return lease
 
     def _say(self) -> None:

@@ -39,7 +39,8 @@ KEY_PROPERTY = "holdfast-key"
 SHARE_KEY: Key = "message"
 """The key of a group that a SUBSCRIBE makes without naming one: what `$share` means everywhere else."""
 
-RECORD_BYTES_MAX = 900_000
+FILTERS_LENGTH_MAX = 900_000
+"""Characters in all filters of a session that is stored: they are one value in its row."""
 
 Answer = tuple[bytes, Callable[[], None]]
 """A SUBACK or UNSUBACK, and what follows it."""
@@ -175,17 +176,11 @@ class Subscribing:
         known = request.filter in subscriptions or request.filter in subscriptions.shared
         if not known and len(subscriptions) + len(subscriptions.shared) >= self._subscriptions_max:
             return Reason.QUOTA_EXCEEDED
-        if not known and session.durable and not self._record_fits(session, request.filter):
+        if not known and session.durable and subscriptions.length + len(request.filter) > FILTERS_LENGTH_MAX:
             return Reason.QUOTA_EXCEEDED
         if connection.identity is not None and not self._auth.acl.may_subscribe(connection.identity, topics):
             return Reason.NOT_AUTHORIZED
         return request.qos
-
-    def _record_fits(self, session: Session, filter_text: str) -> bool:
-        """A session's record is one value in the metadata store, which bounds values."""
-        subscriptions = session.subscriptions
-        names = sum(len(text) for text in (*subscriptions.filters, *subscriptions.shared, filter_text))
-        return 4 * names + 200 * (len(subscriptions) + len(subscriptions.shared) + 1) < RECORD_BYTES_MAX
 
     async def _add_share(
         self,

@@ -49,6 +49,8 @@ class SubscriptionTable:
         """The one there is, if there is just one: most sessions have no more."""
         self._wanted: Wanted | None = None
         self.next_number = 1
+        self.length = 0
+        """Characters in all filters, shared ones too."""
         self.packed: bytes | None = None
         """As it was last stored; None: it has changed since."""
 
@@ -78,6 +80,8 @@ class SubscriptionTable:
             subscription.done, subscription.number = old.done, old.number
         else:
             self.give_number(subscription)
+        if old is None:
+            self.length += len(subscription.filter)
         self._own.set(subscription.filter, subscription)
         self._changed()
         return old is None
@@ -89,6 +93,8 @@ class SubscriptionTable:
 
     def remove(self, filter_text: str) -> Subscription | None:
         gone = self._own.remove(filter_text)
+        if gone is not None:
+            self.length -= len(filter_text)
         self._changed()
         return gone
 
@@ -97,13 +103,18 @@ class SubscriptionTable:
         old = self.shared.get(subscription.filter)
         if old is not None and not subscription.number:
             subscription.number = old.number
+        if old is None:
+            self.length += len(subscription.filter)
         self.give_number(subscription)
         self.shared[subscription.filter] = subscription
         self.packed = None
 
     def unshare(self, filter_text: str) -> Subscription | None:
         self.packed = None
-        return self.shared.pop(filter_text, None)
+        gone = self.shared.pop(filter_text, None)
+        if gone is not None:
+            self.length -= len(filter_text)
+        return gone
 
     def note_born(self, subscription: Subscription, born: str) -> None:
         if subscription.born != born:
