@@ -113,7 +113,7 @@ class Leave:
 
 
 class Client:
-    __slots__ = ("begin", "data", "number", "sock", "step")
+    __slots__ = ("begin", "data", "number", "sock", "step", "tried")
 
     def __init__(self, number: int):
         self.number = number
@@ -122,6 +122,8 @@ class Client:
         """0: nothing, 1: TCP, 2: CONNECT sent, 3: SUBSCRIBE sent, 4: there."""
         self.begin = 0.0
         self.data = b""
+        self.tried = False
+        """It was refused or cut before: then its session may have begun all the same."""
 
 
 class _Party:
@@ -162,6 +164,8 @@ class _Party:
     def arrive(self, order: Arrive, begin: float, cpu: float) -> Arrived:
         for client in list(self.by_socket.values()):
             self.forget(client)
+        for client in self.clients:
+            client.tried = False
         self.order, self.each, self.again = order, [], []
         self.waiting = self.next = self.refused = self.deliveries = 0
         self.until(self.all_there, "arrivals")
@@ -254,7 +258,7 @@ class _Party:
     def try_again(self, client: Client) -> None:
         begin = client.begin
         self.forget(client)
-        client.begin = begin
+        client.begin, client.tried = begin, True
         self.waiting -= 1
         self.refused += 1
         heapq.heappush(self.again, (time.monotonic() + random.uniform(*RETRY_SECONDS), client.number))
@@ -279,7 +283,7 @@ class _Party:
             if data[3]:
                 self.try_again(client)
                 return
-            if data[:4] != bytes([0x20, 2, order.present, 0]):
+            if data[:2] != b"\x20\2" or (data[2] != order.present and not (client.tried and data[2])):
                 raise Wrong(f"{self.fleet.client(client.number)}: CONNACK is {data[:4].hex(' ')}")
             data = data[4:]
             if order.subscribe:

@@ -26,8 +26,6 @@ class Content(NamedTuple):
     subscriptions: bytes = b""
     cursors: bytes = b""
     packets: bytes = b""
-    in_flight: bool = True
-    """Something may be in `packets` that was not answered."""
 
 
 class Departure(NamedTuple):

@@ -896,10 +896,7 @@ class SessionLife:
         row, memory = self.row, self._memory
         if row is None or memory is None or not row.expiry_secs:
             return False
-        if memory.subscriptions != row.subscriptions or memory.cursors != row.cursors:
-            return True
-        # Of packet ids that were all answered it only matters which came last, so that the next begin elsewhere.
-        return memory.in_flight and memory.packets != row.packets
+        return memory != _content_of(row)
 
     def _take_numbers(self) -> list[int]:
         numbers, self._numbers = self._numbers, []

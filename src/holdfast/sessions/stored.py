@@ -76,7 +76,6 @@ def content_of(session: Session, heads: Heads, leaving: str) -> Content:
         _subscriptions(session.subscriptions),
         pack_cursors(session.stored_cursors()),
         pack_packets(_packets(session.window, leaving)),
-        len(session.window) > 0,
     )
 
 

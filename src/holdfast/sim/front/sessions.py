@@ -237,7 +237,7 @@ class SimSessions:
             return Content() if row is None else Content(row.subscriptions, row.cursors, row.packets)
         content = content_of(session, self.front.delivery.heads, live.claim.token if leaving else "")
         truth.check_content(session, content)
-        live.saved[content._replace(in_flight=True)] = truth.saving(client_id, leaving)  # as a row has it
+        live.saved[content] = truth.saving(client_id, leaving)
         return content
 
     # -- a client comes ------------------------------------------------------------------------------------
