@@ -184,12 +184,44 @@ def test_unsubscribing_waits_for_what_is_in_flight() -> None:
     effects = machine.handle(QuitGroup(GROUP), 0.1)
     assert effects == [StopReading(LOAN)]
     assert sent(tick(machine, 0.1), Ping)[0].leaving
-    for ignored in (grant(1, 2), Revoke(A, 7, piece(0), 1, 1.0), Revoked(A, 7, piece(0), 1)):
-        assert machine.handle(ignored, 0.2) == []
+    assert machine.handle(grant(1, 2), 0.2) == []
+    assert machine.handle(Revoke(A, 7, piece(0), 1, 1.0), 0.2) == []
     machine.handle(Acked(LOAN, ((0, 0),)), 0.3)
     [words] = sent(machine.handle(Drained(LOAN), 0.4), LeaveGroup)
     assert words.carried == (Carried(piece(0), COURSE, Mark(0)),)
     assert machine.handle(LeftGroup(A), 0.5) == [Ended(A, GROUP)]
+
+
+def test_unsubscribing_after_everything_was_called_back_does_not_wait() -> None:
+    """It waited for acknowledgements of which none was missing, and held up the whole group for `revoke_secs`."""
+    machine = lent()
+    machine.handle(Revoke(A, 7, piece(0), 1, 1.0), 0.1)
+    machine.handle(Drained(LOAN), 0.1)
+    assert sent(machine.handle(QuitGroup(GROUP), 0.2), LeaveGroup)
+
+
+def test_unsubscribing_while_something_is_called_back_waits_no_longer_than_that() -> None:
+    machine = lent()
+    machine.handle(Revoke(A, 7, piece(0), 1, 1.0), 0.1)
+    assert not sent(machine.handle(QuitGroup(GROUP), 0.2), LeaveGroup)
+    effects = tick(machine, 1.2)
+    assert Abandon(LOAN) in effects
+    assert sent(effects, LeaveGroup)
+
+
+def test_unsubscribing_gives_back_piece_by_piece_until_the_last_words() -> None:
+    machine = lent()
+    machine.handle(grant(1, 2), 0.0)
+    machine.handle(QuitGroup(GROUP), 0.1)
+    machine.handle(Drained(LOAN), 0.1)
+    [update] = sent(machine.handle(Revoke(A, 7, piece(0), 1, 5.0), 0.2), UpdateProgress)
+    assert update.reports[0].final
+    assert machine.handle(Revoke(A, 7, piece(1), 2, 5.0), 0.2) == []
+    assert kinds(machine.handle(Revoked(A, 7, piece(0), 1), 0.3)) == ["RevokeFinished"]
+    [words] = sent(machine.handle(Drained(Loan(A, piece(1), 2, COURSE)), 0.4), LeaveGroup)
+    assert [carried.piece for carried in words.carried] == [piece(1)]
+    # From now on the last words are all that counts: `final` without progress would have it delivered again.
+    assert machine.handle(Revoke(A, 7, piece(1), 2, 5.0), 0.5) == []
 
 
 def test_unsubscribing_does_not_wait_for_ever() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from group_machines import (
+    BORN,
     COURSE,
     GROUP,
     A,
@@ -338,6 +339,55 @@ def test_more_members_than_streams_share_by_slices() -> None:
     assert {g.piece for g in grants} == {Piece(stream(0), 0, 2), Piece(stream(0), 1, 2)}
     assert {g.member for g in grants} == {A, B}
     assert {g.mark for g in grants} == {Mark(4)}
+
+
+def by_message(shards: int) -> Leader:
+    return leader(shards, record=GroupRecord(group=GROUP, born=BORN, key="message"))
+
+
+def test_what_a_leaver_still_waits_for_holds_up_nothing_else() -> None:
+    """One unacknowledged message kept everything that the leaver had from the others for `revoke_secs`."""
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine.handle(wanted(B, 1.2), 1.2)
+    machine.handle(ping(A, 1.2, leaving=True), 1.2)
+    first, second = sent(tick(machine, 1.25), Revoke)
+    assert first.member == second.member == A
+    assert [g.piece for g in sent(give_back(machine, first, 1.3, offset=3), Grant)] == [first.piece]
+    assert machine.book.entries[second.piece].owner == A
+
+
+def test_whoever_stays_alone_keeps_its_slices_until_the_leaver_has_given_back_the_rest() -> None:
+    """They were called back to become whole streams, and waited for the leaver's: nobody was given anything."""
+    machine = by_message(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    for revoke in sent(join(machine, B, 1.2), Revoke):
+        accept(machine, give_back(machine, revoke, 1.3), 1.4)
+    halves = {piece for piece, owner in owners(machine).items() if owner == B}
+    assert len(halves) == 2 and all(piece.of == 2 for piece in halves)
+    machine.handle(ping(A, 1.5, leaving=True), 1.5)
+    effects = tick(machine, 1.6)
+    first, second = sent(effects, Revoke)
+    assert first.member == second.member == A
+    # What the leaver has given back is one with the other half at once, and nothing of the other stream is touched.
+    effects = give_back(machine, first, 1.7)
+    [called] = sent([*effects, *tick(machine, 1.8)], Revoke)
+    assert called.member == B and called.piece.stream == first.piece.stream
+    assert [g.piece for g in sent(give_back(machine, called, 1.9), Grant)] == [Piece(first.piece.stream)]
+    assert owners(machine)[next(p for p in halves if p.stream == second.piece.stream)] == B
+
+
+def test_one_that_gives_nothing_back_gets_none_of_what_is_cut_meanwhile() -> None:
+    machine = by_message(8)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    for revoke in sent(join(machine, B, 1.2), Revoke):
+        accept(machine, give_back(machine, revoke, 1.3), 1.4)
+    called = [revoke for revoke in sent(join(machine, C, 1.5), Revoke) if revoke.member == B]
+    assert len(called) == 8
+    for revoke in called:
+        accept(machine, give_back(machine, revoke, 1.6), 1.7)
+    quarters = {piece: owner for piece, owner in owners(machine).items() if piece.of == 4}
+    assert len(quarters) == 16 and set(quarters.values()) == {B, C}
 
 
 def test_slices_can_be_switched_off() -> None:

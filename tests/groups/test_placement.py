@@ -125,5 +125,32 @@ def test_slices_give_everybody_work_and_are_not_finer_than_that(streams: int, pr
         assert of == 1 or streams * of // 2 < present
 
 
+@pytest.mark.parametrize("streams", [1, 3, 8])
+def test_whoever_is_late_waits_for_what_it_has(streams: int) -> None:
+    """Of two halves of each stream one is free, and cut; the other is with `a`, which does not give it back."""
+    there = sliced(streams, 4)
+    late = {p: MEMBERS[0] for p in there if p.part % 2 == 0}
+    plan = place(there, {}, MEMBERS[:3], late)
+    assert all(plan[p] != MEMBERS[0] for p in there if p not in late)
+    for each in {p.stream for p in there}:
+        assert {plan[p] for p in there if p.stream == each and p not in late} == set(MEMBERS[1:3])
+
+
+@given(slices(), st.data())
+def test_what_is_late_changes_no_balance_and_goes_to_whoever_has_it_still(situation, data: st.DataObject) -> None:
+    there, held, present = situation
+    late = {p: m for p in there if p not in held and (m := data.draw(st.sampled_from([None, *MEMBERS])))}
+    plan = place(there, held, present, late)
+    assert set(plan) == (set(there) if present else set())
+    loads = [list(plan.values()).count(member) for member in present]
+    assert not loads or max(loads) - min(loads) <= 1
+    assert all(max(some) - min(some) <= 1 for some in shares(plan, present))
+    for each in {p.stream for p in plan}:
+        for member in present:
+            mine = [p for p, owner in plan.items() if owner == member and p.stream == each and held.get(p) != member]
+            others = [p for p in there if p.stream == each and late.get(p) == member and plan[p] != member]
+            assert not others or all(late.get(p) == member for p in mine), "others' before its own"
+
+
 def test_slicing_can_be_switched_off() -> None:
     assert {slices_wanted(key, 1, 100, 1) for key in ("publisher", "topic", "message")} == {1}

@@ -8,9 +8,14 @@
     anything              GRANTED, but refused    call it back: Revoke (a message is too large for its owner)
     anything              REVOKING, REVOKED       wait: each piece for itself, never for its neighbours
 
+Who leaves gets nothing new, and what it still has is called back, piece by piece, as it is from anybody.
+
 The one surprising rule: a piece is cut into slices only while it is not lent, so one that must be cut finer is first
-called back, and so are all those that are to become one. With the key `topic` a slice is lent to nobody while anybody
-else still has the slice of that number in another stream: the same topic may be in both.
+called back, and so are all those that are to become one; unless one of these is with somebody who leaves, and may take
+its time: then the others go on as they are. What is to be cut is placed as the slices that it will be.
+
+With the key `topic` a slice is lent to nobody while anybody else still has the slice of that number in another stream:
+the same topic may be in both.
 """
 
 from __future__ import annotations
@@ -67,20 +72,21 @@ class Lender:
         self._measure()
         self.refusals.sweep(self.group_streams.progress, now)
         members = [seat.member for seat in self.seats.values() if seat.active] if lend else []
-        pieces = self._pieces(record, len(members))
+        pieces, future = self._pieces(record, len(members))
         held = {entry.piece: entry.owner for entry in self.book.entries.values() if entry.status in _HELD}
-        late = Counter(entry.owner for entry in self.book.unsettled.values() if entry.status not in _HELD)
-        plan = self._plan(record.key, pieces, held, members, late)
+        late = {entry.piece: entry.owner for entry in self.book.unsettled.values() if entry.status not in _HELD}
+        plan = self._plan(record.key, [*pieces, *future], held, members, {**late, **future})
         owners = self._owners() if record.key == "topic" else {}
         grants: dict[MemberId, list[Piece]] = {}
-        for piece, member in plan.items():
-            if piece not in self.book.entries and not _elsewhere(owners, piece, member):
+        for piece in pieces:
+            member = plan.get(piece)
+            if member is not None and piece not in self.book.entries and not _elsewhere(owners, piece, member):
                 grants.setdefault(member, []).append(piece)
         revokes: dict[MemberId, list[LoanEntry]] = {}
         for piece, owner in held.items():
-            # A leaving member returns everything by itself; calling it back would only get in the way.
-            entry = self.book.entries[piece]
-            if (plan.get(piece) != owner or entry.refused) and not self.seats[owner].leaving:
+            entry, seat = self.book.entries[piece], self.seats[owner]
+            # A batch member that leaves returns its set as a whole, by itself.
+            if (plan.get(piece) != owner or entry.refused) and not (seat.leaving and isinstance(seat, BatchSeat)):
                 revokes.setdefault(owner, []).append(entry)
         effects: list[LeaderEffect] = []
         self.unrecorded = {}
@@ -98,7 +104,7 @@ class Lender:
         pieces: list[Piece],
         held: Mapping[Piece, MemberId],
         members: list[MemberId],
-        late: Mapping[MemberId, int],
+        late: Mapping[Piece, MemberId],
     ) -> dict[Piece, MemberId]:
         """Who should have what: balanced, but for pieces with a message that is too large for whoever would have it."""
         by_key = place_together if key == "topic" else place
@@ -176,8 +182,11 @@ class Lender:
         # Nobody can be given what is in flight of a stream that no longer exists.
         return within_seconds if stream in (self.group_streams.seen or {}) else 0.0
 
-    def _pieces(self, record: GroupRecord, members: int) -> list[Piece]:
-        """Everything that may be lent now, cut so that everybody gets something."""
+    def _pieces(self, record: GroupRecord, members: int) -> tuple[list[Piece], dict[Piece, MemberId]]:
+        """Everything that may be lent now, cut so that everybody gets something.
+
+        And what will be there once it has come back and is cut, each with whoever is to give it back.
+        """
         progress, lent = self.group_streams.progress, self.book.entries
         streams = self.group_streams.open_streams(record.order, record.key)
         of = self._slices(record, streams, members)
@@ -185,15 +194,29 @@ class Lender:
             self.group_streams.cut(stream, of, lent)
         there = [piece for stream in streams for piece in progress[stream].pieces()]
         missing = members - len(there)
+        waited_for = self._waited_for(record.key, of)
         pieces: list[Piece] = []
+        future: dict[Piece, MemberId] = {}
         for piece in there:
-            if record.key != "publisher" and piece.of != of:
-                continue  # called back, and cut when it has come, with all that becomes one slice with it
-            if missing > 0 and piece.of < of and piece in lent:
+            to_be_cut = record.key != "publisher" and piece.of != of and _lot(record.key, piece, of) not in waited_for
+            if not to_be_cut and missing > 0 and piece.of < of and piece in lent:
                 missing -= of // piece.of - 1
-            elif not self.group_streams.piece_finished(piece):
+                to_be_cut = True
+            if self.group_streams.piece_finished(piece):
+                continue
+            if not to_be_cut:
                 pieces.append(piece)
-        return pieces
+            elif piece in lent:
+                future.update(dict.fromkeys(_cut(piece, of), lent[piece].owner))
+        return pieces, future
+
+    def _waited_for(self, key: Key, of: int) -> set[tuple[Stream | None, int]]:
+        """What cannot be cut coarser yet, for somebody who leaves still has some of it."""
+        return {
+            _lot(key, entry.piece, of)
+            for entry in self.book.entries.values()
+            if entry.piece.of > of and self.seats[entry.owner].leaving
+        }
 
     def _slices(self, record: GroupRecord, streams: list[Stream], members: int) -> int:
         of = slices_wanted(record.key, len(streams), members, self.settings.slices_max)
@@ -344,6 +367,18 @@ class Lender:
                 owner, status = (entry.owner, entry.status.name.lower()) if entry else (None, "free")
                 pieces.append(PieceView(piece, owner, status, progress.mark(piece)))
         return members, tuple(pieces)
+
+
+def _cut(piece: Piece, of: int) -> list[Piece]:
+    """What becomes of a piece that is cut into so many, or of several of which it is one."""
+    if piece.of > of:
+        return [Piece(piece.stream, piece.part % of, of)]
+    return [Piece(piece.stream, part, of) for part in range(piece.part, of, piece.of)]
+
+
+def _lot(key: Key, piece: Piece, of: int) -> tuple[Stream | None, int]:
+    """The slice that this one would be in if there were `of` of them; by topic, of whatever stream."""
+    return None if key == "topic" else piece.stream, piece.part % of
 
 
 def _elsewhere(owners: Mapping[tuple[int, int], set[MemberId]], piece: Piece, member: MemberId) -> bool:

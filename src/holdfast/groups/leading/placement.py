@@ -2,39 +2,43 @@
 
 The loads of any two members differ by at most one, and so do their shares of any one stream's slices: whichever stream
 is busy, everybody works. The one surprising rule: a piece on its way back to the leader belongs to nobody here, yet it
-counts, so that nobody's streams are called back twice for the same newcomer.
+counts, so that nobody's streams are called back twice for the same newcomer. Whoever is to give it back waits for it:
+what can be lent at once goes to the others, or one that never acknowledges would be given more, and hold that up, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.groups.protocol.nouns import Key, MemberId, Piece
 from holdfast.model import Stream
 
-NOBODY_LATE: Mapping[MemberId, int] = {}
+NOTHING_LATE: Mapping[Piece, MemberId] = {}
 
 
 def place(
     pieces: Iterable[Piece],
     held: Mapping[Piece, MemberId],
     members: Sequence[MemberId],
-    late: Mapping[MemberId, int] = NOBODY_LATE,
+    late: Mapping[Piece, MemberId] = NOTHING_LATE,
 ) -> dict[Piece, MemberId]:
     """The member each piece should be with; nothing at all if there is no member.
 
     `held` says who has a piece now, where somebody has it and is to keep it if possible; `late`, who is still to give
-    back how many that are not among `pieces`, so that others come first where nothing else decides.
+    back which, be it among `pieces` or not.
     """
     if not members:
         return {}
     there = sorted(pieces)
-    first = sorted(members, key=lambda member: (late.get(member, 0), member))
-    return (_spread if any(piece.of > 1 for piece in there) else _whole)(there, held, first)
+    owing = Counter(late.values())
+    first = sorted(members, key=lambda member: (owing[member], member))
+    return (_spread if any(piece.of > 1 for piece in there) else _whole)(there, held, first, late)
 
 
-def _whole(there: list[Piece], held: Mapping[Piece, MemberId], members: list[MemberId]) -> dict[Piece, MemberId]:
+def _whole(
+    there: list[Piece], held: Mapping[Piece, MemberId], members: list[MemberId], late: Mapping[Piece, MemberId]
+) -> dict[Piece, MemberId]:
     """Streams that are not cut, of which there may be many: no balanced placement moves fewer."""
     hands: dict[MemberId, list[Piece]] = {member: [] for member in members}
     free: list[Piece] = []
@@ -42,25 +46,50 @@ def _whole(there: list[Piece], held: Mapping[Piece, MemberId], members: list[Mem
         hands.get(held.get(piece, _NOBODY), free).append(piece)
     share, extra = divmod(len(there), len(hands))
     plan: dict[Piece, MemberId] = {}
-    room: list[tuple[MemberId, int]] = []
+    room: dict[MemberId, int] = {}
     # The larger shares go to those who hold the most: each of them is then asked for one piece less.
     for member, holding in sorted(hands.items(), key=lambda item: -len(item[1])):
         quota = share + 1 if extra > 0 else share
         extra -= 1
         plan.update((piece, member) for piece in holding[:quota])
         free += holding[quota:]
-        room.append((member, quota - len(holding)))
-    # Newcomers first, and in turn, so that neighbouring shards spread.
-    room = [(member, places) for member, places in reversed(room) if places > 0]
-    for piece in free:
-        member, places = room.pop(0)
-        plan[piece] = member
-        if places > 1:
-            room.append((member, places - 1))
+        room[member] = max(0, quota - len(holding))
+    # Newcomers first.
+    plan.update(_give_out(free, dict(reversed(room.items())), late))
     return plan
 
 
-def _spread(there: list[Piece], held: Mapping[Piece, MemberId], members: list[MemberId]) -> dict[Piece, MemberId]:
+def _give_out(
+    free: Iterable[Piece], room: dict[MemberId, int], late: Mapping[Piece, MemberId]
+) -> dict[Piece, MemberId]:
+    """As many to each as it has room for: what is late to whoever has it still, the rest in turn.
+
+    In turn, so that neighbouring shards spread; what is there first, so that everybody gets some of that.
+    """
+    plan: dict[Piece, MemberId] = {}
+    there: list[Piece] = []
+    coming: list[Piece] = []
+    for piece in free:
+        owner = late.get(piece)
+        if owner is None:
+            there.append(piece)
+        elif room.get(owner, 0):
+            plan[piece] = owner
+            room[owner] -= 1
+        else:
+            coming.append(piece)
+    takers = deque((member, places) for member, places in room.items() if places)
+    for piece in there + coming:
+        member, places = takers.popleft()
+        plan[piece] = member
+        if places > 1:
+            takers.append((member, places - 1))
+    return plan
+
+
+def _spread(
+    there: list[Piece], held: Mapping[Piece, MemberId], members: list[MemberId], late: Mapping[Piece, MemberId]
+) -> dict[Piece, MemberId]:
     """Slices: those of one stream with as many members as can be."""
     streams: dict[Stream, list[Piece]] = {}
     for piece in there:
@@ -77,8 +106,7 @@ def _spread(there: list[Piece], held: Mapping[Piece, MemberId], members: list[Me
                 room[owner] -= 1
             else:
                 free.append(piece)
-        takers = [member for member, places in room.items() for _ in range(places)]
-        plan.update(zip(free, takers, strict=True))
+        plan.update(_give_out(free, room, late))
     return plan
 
 
@@ -164,7 +192,7 @@ def place_together(
     pieces: Iterable[Piece],
     held: Mapping[Piece, MemberId],
     members: Sequence[MemberId],
-    late: Mapping[MemberId, int] = NOBODY_LATE,
+    late: Mapping[Piece, MemberId] = NOTHING_LATE,
 ) -> dict[Piece, MemberId]:
     """The same for the key `topic`: slices of one number, whatever their stream, go to one member.
 
@@ -178,7 +206,8 @@ def place_together(
     for lot, some in lots.items():
         if found := Counter(held[piece] for piece in some if piece in held):
             owners[lot] = max(sorted(found), key=lambda member: found[member])
-    plan = place(lots, owners, members, late)
+    owed = {Piece(Stream("", piece.part, piece.of)): owner for piece, owner in late.items()}
+    plan = place(lots, owners, members, owed)
     return {piece: plan[lot] for lot, some in lots.items() if lot in plan for piece in some}
 
 

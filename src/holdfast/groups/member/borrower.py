@@ -229,6 +229,8 @@ class Borrower:
             return self._last_words(now)
         if self._draining:
             effects += self._give_up_late(now)
+            if self._has_left():
+                return effects + self._last_words(now)
         if self._timed:
             for held in self.loans.values():
                 if held.attempts:
@@ -391,7 +393,7 @@ class Borrower:
         return effects
 
     def _on_revoke(self, revoke: Revoke, now: float) -> list[MemberEffect]:
-        if revoke.epoch != self.epoch or self.status is not BorrowerStatus.CONNECTED:
+        if revoke.epoch != self.epoch or not self._answers_revokes():
             return []
         held = self.loans.get(revoke.piece)
         if held is None:
@@ -405,6 +407,12 @@ class Borrower:
         if held.status is HeldStatus.REVOKING:
             return [self._tell(held)] if held.drained else []
         return self._stop(held)
+
+    def _answers_revokes(self) -> bool:
+        """Who leaves gives back piece by piece, too; but once it says its last words, those are all that counts."""
+        if self.status is BorrowerStatus.UNSUBSCRIBING:
+            return self._last_words_until is None
+        return self.status is BorrowerStatus.CONNECTED
 
     def _stop(self, held: Held) -> list[MemberEffect]:
         self._move_loan(held, HeldStatus.REVOKING)
@@ -430,7 +438,7 @@ class Borrower:
         return [Park(held.loan, unsendable.offsets, too_large=True)]
 
     def _on_revoked(self, revoked: Revoked, now: float) -> list[MemberEffect]:
-        if revoked.epoch != self.epoch or self.status is not BorrowerStatus.CONNECTED:
+        if revoked.epoch != self.epoch or not self._answers_revokes():
             return []
         held = self.loans.get(revoked.piece)
         if held and held.loan.number == revoked.loan:
@@ -448,10 +456,12 @@ class Borrower:
         held = self.loans.get(loan.piece)
         if held is None or held.loan != loan or held.status is not HeldStatus.REVOKING or held.drained:
             return []
-        if self.status is BorrowerStatus.UNSUBSCRIBING:
-            held.drained = True
-            return self._last_words(now) if all(h.drained for h in self.loans.values()) else []
-        return self._drained(held)
+        effects = self._drained(held)
+        return self._last_words(now) if self._has_left() else effects
+
+    def _has_left(self) -> bool:
+        """It unsubscribes, and waits for nothing more that is in flight."""
+        return self.status is BorrowerStatus.UNSUBSCRIBING and all(held.drained for held in self.loans.values())
 
     def _drained(self, held: Held) -> list[MemberEffect]:
         held.drained = True
@@ -490,7 +500,7 @@ class Borrower:
         self._move(BorrowerStatus.UNSUBSCRIBING)
         effects = self._stop_all(abandon=False, forget=False)
         self._unsubscribe_by = now + self.settings.unsubscribe_seconds
-        if not self.loans:
+        if self._has_left():  # what it had may have been called back, and be drained, already
             return effects + self._last_words(now)
         self._ping_at = now
         return effects
