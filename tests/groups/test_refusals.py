@@ -21,11 +21,15 @@ from group_machines import (
     piece,
     ping,
     sent,
+    stream,
     tick,
     wanted,
 )
 
+from holdfast.cursors import Cursor
 from holdfast.groups.leading.leader import Leader
+from holdfast.groups.leading.refusals import Refusals
+from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import ChangeLargestPacket, Park, StartReading, StopReading
 from holdfast.groups.protocol.events import Drained, Refused, Unsendable
 from holdfast.groups.protocol.messages import (
@@ -116,6 +120,15 @@ def test_nobody_is_asked_who_cannot_take_it_by_its_size() -> None:
     [granted] = refuse(machine, mine, 5.0, 1500)
     assert granted.set_aside == (5,)
     assert granted.largest_packet == 1200
+
+
+def test_a_refusal_is_over_once_the_message_is_done_though_its_stream_was_cut_since() -> None:
+    """By message a neighbour's cursor says nothing about it: an idle one kept the refusal, and the piece, for good."""
+    refusals = Refusals(rest_seconds=10.0)
+    refusals.note(A, Piece(stream(0), 1, 2), ((1, 5000),), 0.0)
+    quarters = {Piece(stream(0), part, 4): Cursor(1 if part == 1 else -1) for part in range(4)}
+    refusals.sweep({stream(0): StreamProgress(stream(0), "b.0", quarters, key="message")}, 10.0)
+    assert not refusals
 
 
 def test_a_batch_member_takes_any() -> None:

@@ -78,7 +78,9 @@ class Refusals:
         for key, refusal in list(self._found.items()):
             stream = progress.get(refusal.piece.stream)
             refusal.done = stream is None or all(
-                stream.cursors[piece].is_acked(refusal.offset) for piece in stream.common(refusal.piece)
+                stream.cursors[piece].is_acked(refusal.offset)
+                for piece in stream.common(refusal.piece)
+                if refusal.concerns(piece, stream.key)
             )
             if now < refusal.rest_until:
                 continue
