@@ -76,7 +76,14 @@ def test_a_log_watcher_that_died_hears_of_what_was_appended_meanwhile(
         log.create("one", shards=1)
         heard: list[str] = []
         log.watch(heard.append)
-        monkeypatch.setattr(LogChanges, "since_last", failing(1, LogChanges.since_last))
+        works = LogChanges.since_last
+        breaks = failing(1, works)
+
+        def since_last(changes: LogChanges) -> Any:
+            # Of this log only: another one of this process may look at its own at the same time.
+            return (breaks if changes is log._watcher._changes else works)(changes)  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(LogChanges, "since_last", since_last)
         other.append("one", Batch(["t"], [b"while it is deaf"]))
         wait_for(lambda: "one" in heard, SECONDS, "the hint")
         assert log.watch_failure is not None and log.watch_failure.count == 1
