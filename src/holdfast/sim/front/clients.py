@@ -89,6 +89,8 @@ class _Link:
     socket: Socket
     buffer: bytearray = field(default_factory=bytearray)
     open: bool = False
+    answered: dict[int, bytes] = field(default_factory=dict)
+    """What was acknowledged under each packet id: a repeat that crossed with its answer is answered again."""
     taken: dict[int, _Taken] = field(default_factory=dict)
     """Packet ids of deliveries that are not acknowledged."""
     room: int = 50
@@ -394,6 +396,9 @@ class Client:
         if not packet.qos:
             return
         known = link.taken.get(packet_id)
+        if packet.dup and known is None and link.answered.get(packet_id) == packet.payload:
+            self._send(link, p.Puback(packet_id) if packet.qos == 1 else p.Pubrec(packet_id, 0x83))
+            return
         if known is not None and known.payload != packet.payload:
             truth.fail("MQTT", f"{self.name} gets packet id {packet_id} for something else")
         if packet.qos == 2 and self.half_done.get(packet_id, packet.payload) != packet.payload:
@@ -415,12 +420,12 @@ class Client:
             return
         reason = 0x83 if self.profile.version == p.V5 and self.world.chance(self.profile.refuses) else 0
         if taken.qos == 1:
-            del link.taken[packet_id]
+            link.answered[packet_id] = link.taken.pop(packet_id).payload
             self._send(link, p.Puback(packet_id, reason))
             return
         if packet_id not in self.half_done:
             if reason:
-                del link.taken[packet_id]
+                link.answered[packet_id] = link.taken.pop(packet_id).payload
             else:
                 self.half_done[packet_id] = taken.payload
         else:
