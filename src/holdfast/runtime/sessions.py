@@ -175,8 +175,10 @@ class Sessions:
             old.close(Reason.SESSION_TAKEN_OVER)
             if ended is not None and not ended.durable:
                 await self._discard(client_id, only=ended)  # it ended with its connection: nothing to take over
-        if packet.clean_start:
-            await self._discard(client_id)
+        record = self.stored.get(client_id)
+        overdue = record is not None and record.disconnected_at + record.expiry_seconds <= time.time()
+        if packet.clean_start or (overdue and record is not None and record.expiry_seconds != NEVER):
+            await self._discard(client_id)  # its time may have come while nobody was here to see it
         session = self.known.get(client_id)
         if session is None and client_id in self.stored:
             record = self.stored[client_id]
