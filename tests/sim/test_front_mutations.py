@@ -38,14 +38,12 @@ NOTICED_BY: dict[str, int] = {
     "nobody_is_served_when_the_socket_takes_more": 1,
     "live_loans_do_not_ask_how_much_waits": 14,
     "a_failed_commit_is_not_looked_for": 7,
-    "a_repeated_publish_is_taken_for_stored": 20,
     "what_a_client_acknowledged_last_is_not_saved": 7,
     "what_waits_stays_when_a_filter_goes_back": 8,
     "what_is_under_way_is_read_again_by_the_next_subscribe": 4,
     "packet_ids_begin_at_1_again": 18,
     "whether_to_read_is_said_last": 3,
     "packet_ids_of_publishes_are_not_stored_with_them": 51,
-    "what_waits_of_a_replaced_subscription_is_sent": 2,
     "caught_up_is_off_by_one": 5,
     "what_old_filters_found_is_taken": 2,
     "a_read_is_not_given_back": 2,
@@ -62,7 +60,6 @@ NOTICED_BY: dict[str, int] = {
 
 SCENE: dict[str, scenes.Scene] = {
     "a_failed_commit_is_not_looked_for": scenes.A_LIE_BEFORE_A_SUBSCRIBE,
-    "a_repeated_publish_is_taken_for_stored": scenes.AGAIN_IN_COMMIT,
     "what_a_client_acknowledged_last_is_not_saved": scenes.BACK_BEFORE_A_CRASH,
     "new_streams_count_as_read_by_those_who_are_away": scenes.NEW_STREAMS_WHILE_AWAY,
     "what_waits_stays_when_a_filter_goes_back": scenes.EARLIER_THAN_WHAT_WAITS,
@@ -73,7 +70,6 @@ SCENE: dict[str, scenes.Scene] = {
     "what_old_filters_found_is_taken": scenes.BACK_AND_OTHER_FILTERS,
     "unsubscribed_messages_are_still_sent": scenes.GONE_WHILE_IT_WAITS,
     "packet_ids_of_publishes_are_not_stored_with_them": scenes.HALF_DONE_AT_A_CRASH,
-    "what_waits_of_a_replaced_subscription_is_sent": scenes.MOVED_WHILE_IT_WAITS,
     "whether_to_read_is_said_last": scenes.MORE_THAN_IS_TAKEN,
     "nobody_is_served_when_the_socket_takes_more": scenes.GONE_WHILE_IT_WAITS,
     "reading_is_never_paused": scenes.MORE_THAN_IS_TAKEN,
@@ -150,11 +146,6 @@ def a_failed_commit_is_not_looked_for(patch: Patch) -> None:
 
 
 @mutation
-def a_repeated_publish_is_taken_for_stored(patch: Patch) -> None:
-    patch.setattr(Inbound, "is_stored", lambda self, packet_id: True)
-
-
-@mutation
 def what_a_client_acknowledged_last_is_not_saved(patch: Patch) -> None:
     wrap(patch, SessionLife, "_remembered", lambda original, self, row: row)
 
@@ -227,11 +218,6 @@ def whether_to_read_is_said_last(patch: Patch) -> None:
 @mutation
 def packet_ids_of_publishes_are_not_stored_with_them(patch: Patch) -> None:
     patch.setattr(SimTable, "receive", lambda self, received: None)
-
-
-@mutation
-def what_waits_of_a_replaced_subscription_is_sent(patch: Patch) -> None:
-    patch.setattr(Session, "_keep_wanted", lambda self: None)
 
 
 # -- others ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ EARLIER_THAN_WHAT_WAITS: Scene = ("stall", "burst", "traffic", "subscribe_earlie
 EARLIER_WITH_MUCH_UNDER_WAY: Scene = ("silence", "traffic", WAIT, "subscribe_earlier", "subscribe_again", WAIT, "crash")
 OVER_AND_CRASH: Scene = ("traffic", "start_over", "crash")
 CRASH_AND_OVER: Scene = ("silence", "traffic", "silence", "crash", "start_over")
-MOVED_WHILE_IT_WAITS: Scene = ("stall", "burst", "traffic", "start_over")
+MOVED_WHILE_IT_WAITS: Scene = ("stall", "burst", "traffic", "skip_ahead")
 GONE_WHILE_IT_WAITS: Scene = ("stall", "burst", "traffic", "unsubscribe")
 MORE_THAN_IS_TAKEN: Scene = ("slow_commits", "flood")
 

@@ -231,6 +231,12 @@ class FrontWorkload:
         if own := client.own_filters:
             client.subscribe([self.world.rng.choice(own)], self._draw_start(client))
 
+    def _do_skip_ahead(self, client: Client) -> None:
+        """One that it has, from where no stream is yet."""
+        if (own := client.own_filters) and client.profile.version == p.V5:
+            ahead = max(len(stream) for stream in self.disk.log.streams.values())
+            client.subscribe([self.world.rng.choice(own)], f"offset:{ahead}")
+
     def _do_subscribe_again(self, client: Client) -> None:
         if client.wishes:
             client.subscribe([self.world.rng.choice(list(client.wishes))])
