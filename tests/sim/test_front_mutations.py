@@ -40,7 +40,6 @@ NOTICED_BY: dict[str, int] = {
     "a_failed_commit_is_not_looked_for": 7,
     "what_a_client_acknowledged_last_is_not_saved": 7,
     "what_waits_stays_when_a_filter_goes_back": 8,
-    "what_is_under_way_is_read_again_by_the_next_subscribe": 4,
     "packet_ids_begin_at_1_again": 18,
     "whether_to_read_is_said_last": 3,
     "packet_ids_of_publishes_are_not_stored_with_them": 51,
@@ -63,7 +62,6 @@ SCENE: dict[str, scenes.Scene] = {
     "what_a_client_acknowledged_last_is_not_saved": scenes.BACK_BEFORE_A_CRASH,
     "new_streams_count_as_read_by_those_who_are_away": scenes.NEW_STREAMS_WHILE_AWAY,
     "what_waits_stays_when_a_filter_goes_back": scenes.EARLIER_THAN_WHAT_WAITS,
-    "what_is_under_way_is_read_again_by_the_next_subscribe": scenes.EARLIER_WITH_MUCH_UNDER_WAY,
     "what_is_asked_for_again_stays_acknowledged": scenes.CRASH_AND_OVER,
     "what_others_have_had_comes_again_with_a_filter_that_goes_back": scenes.OVER_AND_CRASH,
     "packet_ids_begin_at_1_again": scenes.HALF_DONE_AT_A_CRASH,
@@ -178,11 +176,6 @@ def what_waits_stays_when_a_filter_goes_back(patch: Patch) -> None:
             del self.outgoing.keep
 
     wrap(patch, Session, "subscribe", change)
-
-
-@mutation
-def what_is_under_way_is_read_again_by_the_next_subscribe(patch: Patch) -> None:
-    wrap(patch, Positions, "restart", lambda original, self, done, heads, window: original(self, done, heads, Window()))
 
 
 @mutation

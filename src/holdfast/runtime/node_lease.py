@@ -62,6 +62,7 @@ class NodeLease:
         self._lease: Lease | None = None
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._renewing = threading.Lock()
         self._said = b""
 
     async def begin(self) -> None:
@@ -81,9 +82,10 @@ class NodeLease:
         while True:
             self._wake.wait(pause)
             self._wake.clear()
-            if self._stop.is_set():
-                return
-            pause = RENEW_SECONDS if self._renew() else AGAIN_SECONDS
+            with self._renewing:
+                if self._stop.is_set():
+                    return
+                pause = RENEW_SECONDS if self._renew() else AGAIN_SECONDS
 
     def _renew(self) -> bool:
         try:
@@ -135,9 +137,13 @@ class NodeLease:
         """Give it back: what names it may be taken at once. Blocks."""
         self._stop.set()
         self._wake.set()
-        if self._lease is not None:
-            with contextlib.suppress(HoldfastError):  # then it runs out
-                self._lease.revoke()
+        with self._renewing:  # or a new one is taken after this one was given back
+            lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                lease.revoke()
+            except HoldfastError as error:
+                logger.warning("this node's lease cannot be given back, and runs out: %s", error)
 
 
 def nodes(metadata: Metadata) -> list[NodeRecord]:
