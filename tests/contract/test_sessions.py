@@ -535,6 +535,8 @@ def test_filters_are_counted_and_told_of_as_they_change(opener: Opener, table: S
     later = other.filters_since(told.version)
     assert {**told.counts, **later.counts} == {"all": 2, "own/0": 1, "own/1": 0, "own/2": 1, "moved": 1}
     assert later.counts["own/1"] == 0 and "refused" not in later.counts
+    assert other.unused({"all", "own/0", "own/1", "own/2", "moved", "never"}) == {"own/1", "never"}
+    assert other.unused([]) == set()
     everything = other.filters_since(0)
     assert {t: n for t, n in everything.counts.items() if n} == {"all": 2, "own/0": 1, "own/2": 1, "moved": 1}
 

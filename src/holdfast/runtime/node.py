@@ -99,7 +99,7 @@ class Node:
             spawn=self.spawn,
             group_deleted=lambda *gone: self.sessions.group_deleted(*gone),
         )
-        self.rows = SessionRows(self.store.sessions(), self._alive_leases)
+        self.rows = SessionRows(self.store.sessions(), self._alive_leases, self._filters_unused)
         self.group_admin = self.groups.admin
         batch_members = BatchMembers(
             node_id=self.node_id,
@@ -282,6 +282,9 @@ class Node:
         """A lease that is elsewhere is renewed only if the store takes writes."""
         if self.settings.metadata:
             self.store.metadata().put(f"{NODES}probe", b"")
+
+    def _filters_unused(self, filters: set[str]) -> None:
+        self.delivery.filters_changed(dict.fromkeys(filters, 0), whole=False)
 
     def _alive_leases(self) -> set[int]:
         """On a thread."""

@@ -39,8 +39,8 @@ class FoundRow(NamedTuple):
 class SessionRows:
     """One per node; called on the loop's thread."""
 
-    def __init__(self, table: SessionTable, alive: Callable[[], set[int]]):
-        self.table, self._alive = table, alive
+    def __init__(self, table: SessionTable, alive: Callable[[], set[int]], unused: Callable[[set[str]], None]):
+        self.table, self._alive, self._unused = table, alive, unused
         self._reads: list[tuple[str, int, Callable[[Found], None]]] = []
         self._writes: list[tuple[RowWrite, Callable[[Written | Failed], None]]] = []
         self._reading = self._writing = False
@@ -133,11 +133,22 @@ class SessionRows:
             self._writing = False
             return
         writes = [write for write, _ in some]
-        writing = asyncio.get_running_loop().run_in_executor(self._writer, self.table.write, writes)
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, self._write_rows, writes)
         writing.add_done_callback(lambda done: self._was_written(some, done))
 
+    def _write_rows(self, writes: list[RowWrite]) -> tuple[list[Verdict], set[str]]:
+        """On the writer's thread: what became of them, and which filters nobody subscribes to any more."""
+        verdicts = self.table.write(writes)
+        gone = {text for write in writes for text in write.unsubscribed}
+        try:
+            return verdicts, self.table.unused(gone) if gone else gone
+        except HoldfastError:  # the rows are written, and the next sweep tells of filters
+            return verdicts, set()
+
     def _was_written(
-        self, asked: list[tuple[RowWrite, Callable[[Written | Failed], None]]], done: asyncio.Future[list[Verdict]]
+        self,
+        asked: list[tuple[RowWrite, Callable[[Written | Failed], None]]],
+        done: asyncio.Future[tuple[list[Verdict], set[str]]],
     ) -> None:
         if done.cancelled():
             return
@@ -145,8 +156,10 @@ class SessionRows:
         error = done.exception()
         if error is None:
             self.written += len(asked)
-            verdicts = zip(asked, done.result(), strict=True)
-            self._answer([partial(answer, Written(verdict)) for (_, answer), verdict in verdicts])
+            verdicts, unused = done.result()
+            if unused:
+                self._unused(unused)
+            self._answer([partial(answer, Written(each)) for (_, answer), each in zip(asked, verdicts, strict=True)])
         else:
             logger.warning("%d sessions could not be written: %s", len(asked), error, exc_info=_unless_ours(error))
             certain = isinstance(error, HoldfastError) and not isinstance(error, OutcomeUnknown)

@@ -130,6 +130,9 @@ class SessionTable(Protocol):
         it was away for so long that counts of 0 are gone, it gets everything anew, and is told that it is `whole`.
         """
 
+    def unused(self, filters: Collection[str]) -> set[str]:
+        """Those of them that no session subscribes to."""
+
     def count(self) -> int:
         """How many sessions there are, dead ones not counted."""
 

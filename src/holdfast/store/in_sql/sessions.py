@@ -154,6 +154,11 @@ class SqlSessionTable(ABC):
     @abstractmethod
     def filters_since(self, version: int) -> FilterCounts: ...
 
+    def unused(self, filters: Collection[str]) -> set[str]:
+        where, given = self._find("filter", filters)
+        sql = f"select filter from session_filters where {where} and sessions > 0"
+        return set(filters).difference(row[0] for row in self._database.ask(lambda db: db.run(sql, given)))
+
     def count(self) -> int:
         sql = "select (select count(*) from sessions) - (select count(*) from sessions where dead)"
         return int(self._database.ask(lambda db: db.run(sql))[0][0])
@@ -184,8 +189,8 @@ class SqlSessionTable(ABC):
     # -- what the databases do differently ---------------------------------------------------------------
 
     @abstractmethod
-    def _find(self, column: str, client_ids: Iterable[str]) -> tuple[str, object]:
-        """A condition that finds these client ids by their index, and its parameter. It may find others too."""
+    def _find(self, column: str, texts: Iterable[str]) -> tuple[str, object]:
+        """A condition that finds these client ids or filters by their index, and its parameter. It may find others."""
 
     @abstractmethod
     def _lock(self, db: Db, client_ids: Sequence[str]) -> dict[str, Seen]:

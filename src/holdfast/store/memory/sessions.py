@@ -145,6 +145,11 @@ class MemorySessionTable:
                 state.filters_trimmed = max(state.filters_trimmed, state.filters.pop(text).version)
             return len(gone)
 
+    def unused(self, filters: Collection[str]) -> set[str]:
+        with self._backend.lock:
+            known = self._state.filters
+            return {text for text in filters if text not in known or not known[text].sessions}
+
     def filters_since(self, version: int) -> FilterCounts:
         state = self._state
         with self._backend.lock:

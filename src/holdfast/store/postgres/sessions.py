@@ -82,8 +82,8 @@ class PostgresSessionTable(SqlSessionTable):
         """
         return self._rows(sql, lease, after, after, limit)
 
-    def _find(self, column: str, client_ids: Iterable[str]) -> tuple[str, object]:
-        return _among(column), _hashes(client_ids)
+    def _find(self, column: str, texts: Iterable[str]) -> tuple[str, object]:
+        return _among(column), _hashes(texts)
 
     def _lock(self, db: Db, client_ids: Sequence[str]) -> dict[str, Seen]:
         where, given = self._find("client_id", client_ids)

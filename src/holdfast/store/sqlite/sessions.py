@@ -29,8 +29,8 @@ class SqliteSessionTable(SqlSessionTable):
         sql = f"select {ALL} from sessions s where s.lease = ? and s.client_id > ? order by s.client_id limit ?"
         return self._rows(sql, lease, after, limit)
 
-    def _find(self, column: str, client_ids: Iterable[str]) -> tuple[str, object]:
-        return f"{column} in (select value from json_each(?))", json.dumps(list(client_ids))
+    def _find(self, column: str, texts: Iterable[str]) -> tuple[str, object]:
+        return f"{column} in (select value from json_each(?))", json.dumps(list(texts))
 
     def _lock(self, db: Db, client_ids: Sequence[str]) -> dict[str, Seen]:
         where, given = self._find("client_id", client_ids)
