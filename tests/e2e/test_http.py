@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 
 import httpx
 import pytest
 
-from e2e.clients import V5
+import holdfast
+from e2e.clients import V5, Dial, PahoClient
 from e2e.conftest import Connect, durable
 from node import Node
 
@@ -90,6 +92,22 @@ def test_sessions_are_shown_with_subscriptions_and_lag(node: Node, connect: Conn
     assert f"{name}/+" in str(one["subscriptions"])
     connect(name).disconnect()
     assert httpx.get(f"{node.http}/api/v1/sessions/{name}", timeout=10).status_code == 404
+
+
+def test_no_cursor_is_shown_beyond_the_end_of_its_stream(tmp_path: Path, name: str) -> None:
+    with Node(tmp_path, settings={"log.shards": 2}) as node:
+        with holdfast.open(f"sqlite:///{node.folder}/data/holdfast.db") as log:
+            log.seal("messages")
+        dial = Dial(port=node.mqtt_port, client_id=name, version=V5, **durable(V5))
+        client = PahoClient(dial).connect()
+        client.subscribe(f"{name}/+", 1)
+        client.disconnect()
+        with holdfast.open(f"sqlite:///{node.folder}/data/holdfast.db") as log:
+            ends = {str(head.stream): head.next_offset for head in log.heads("messages")}
+        (subscription,) = node.get(f"/api/v1/sessions/{name}")["subscriptions"]
+        assert subscription["cursors"].keys() == ends.keys()
+        for stream, cursor in subscription["cursors"].items():
+            assert cursor["offset"] == ends[stream] - 1, stream
 
 
 def test_health_and_metrics_answer(node: Node) -> None:

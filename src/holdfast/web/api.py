@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from holdfast import ops
 from holdfast.auth.identity import Identity, Refusal, is_loopback
+from holdfast.cursors.cursor import Cursor
 from holdfast.errors import (
     Conflict,
     HoldfastError,
@@ -344,6 +345,11 @@ def _session(row: SessionRow) -> dict[str, Any]:
     }
 
 
+def _cursor(cursor: Cursor, head: int) -> dict[str, Any]:
+    """A stream that is done for good is done to its end, and to no further."""
+    return {"offset": min(cursor.offset, head - 1), "acked": cursor.acked, "epoch": cursor.epoch}
+
+
 def _session_whole(node: Node, row: SessionRow, session: Session) -> dict[str, Any]:
     heads = node.delivery.heads
     cursors = session.cursors(heads, heads)
@@ -354,9 +360,7 @@ def _session_whole(node: Node, row: SessionRow, session: Session) -> dict[str, A
             {
                 "filter": subscription.filter,
                 "qos": subscription.qos,
-                "cursors": {
-                    str(stream): {"offset": c.offset, "acked": c.acked, "epoch": c.epoch} for stream, c in mine.items()
-                },
+                "cursors": {str(stream): _cursor(cursor, heads[stream]) for stream, cursor in mine.items()},
                 "lag": sum(c.unacked_count(heads[stream]) for stream, c in mine.items()),
             }
         )
