@@ -10,13 +10,17 @@ from typing import Any, cast
 
 import pytest
 
+from e2e.raw import packet, text
 from holdfast.auth.bans import Ban
 from holdfast.errors import RequestError, StoreUnavailable, UnknownBan
 from holdfast.keys import BANS, BANS_CHANGED, ban_key
 from holdfast.metadata import Metadata, Put
 from holdfast.runtime import bans
 from holdfast.runtime.bans import BanHost
+from holdfast.runtime.serve import running
+from holdfast.settings import load
 from holdfast.store import open_metadata
+from node import free_ports
 
 NAMES = ["car-1", "a/b~%", "x" * 65_535, "é" * 300, "10.0.0.0/8"]
 
@@ -198,21 +202,21 @@ def test_while_the_store_is_away_the_last_copy_stays_in_force(memory: str, monke
         await nodes.two.begin()
         await asyncio.sleep(0)
         nodes.told.clear()
-        running = asyncio.create_task(nodes.two.run())
+        task = asyncio.create_task(nodes.two.run())
         nodes.store.away = True
         await nodes.one.add("client", "d", "", None)
         for _ in range(20):
             await asyncio.sleep(0.002)
-            assert nodes.bans_client("c") and not running.done()
+            assert nodes.bans_client("c") and not task.done()
         assert not nodes.bans_client("d")
         with pytest.raises(StoreUnavailable):
             await nodes.two.add("client", "e", "", None)
         nodes.store.away = False
         await asyncio.wait_for(nodes.told.wait(), 10)
         assert nodes.bans_client("c") and nodes.bans_client("d")
-        running.cancel()
+        task.cancel()
         with suppress(asyncio.CancelledError):
-            await running
+            await task
 
     with_nodes(memory, work)
 
@@ -289,3 +293,61 @@ def test_a_wrong_name_changes_nothing(memory: str) -> None:
         assert nodes.metadata.get(BANS_CHANGED) is None
 
     with_nodes(memory, work)
+
+
+# -- bans that are made while somebody connects, in a node inside the process ------------------------------------------
+
+
+def while_connecting(ban_when: Callable[[Any, Callable[[], Awaitable[None]]], None]) -> tuple[int, bytes]:
+    """The code of the CONNACK that client `c` gets if it is banned at the moment `ban_when` arranges, and the rest."""
+
+    async def work() -> tuple[int, bytes]:
+        mqtt, http = free_ports(2)
+        flags = ["store=memory:", f"mqtt.listen=127.0.0.1:{mqtt}", f"http.listen=127.0.0.1:{http}"]
+        async with running(load(flags=flags)) as node:
+
+            async def ban() -> None:
+                await node.bans.add("client", "c", "", None)
+
+            ban_when(node, ban)
+            reader, writer = await asyncio.open_connection("127.0.0.1", mqtt)
+            writer.write(packet(0x10, text("MQTT") + b"\x05\x00\x00\x3c\x00" + text("c")))
+            connack = await reader.readexactly(2)
+            assert connack[0] == 0x20
+            body = await reader.readexactly(connack[1])
+            rest = await reader.read()
+            writer.close()
+            assert not node.sessions.connections
+            return body[1], rest
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_ban_made_while_the_password_is_checked_counts() -> None:
+    def ban_when(node: Any, ban: Callable[[], Awaitable[None]]) -> None:
+        authenticate = node.front._authenticate
+
+        async def slow(*given: Any) -> Any:
+            found = await authenticate(*given)
+            await ban()
+            return found
+
+        node.front._authenticate = slow
+
+    assert while_connecting(ban_when) == (0x8A, b"")
+
+
+def test_a_ban_made_while_the_session_is_fetched_counts() -> None:
+    """It is welcome by then, and goes as others do who are connected."""
+
+    def ban_when(node: Any, ban: Callable[[], Awaitable[None]]) -> None:
+        join = node.sessions.join
+
+        async def slow(*given: Any) -> Any:
+            await ban()
+            return await join(*given)
+
+        node.sessions.join = slow
+
+    code, rest = while_connecting(ban_when)
+    assert (code, rest[:1], rest[2:3]) == (0, b"\xe0", b"\x98")

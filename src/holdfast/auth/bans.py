@@ -149,12 +149,13 @@ def _network(text: str) -> _Network:
     if "%" in text:
         raise RequestError(f"address {text[:100]!r} names an interface of one machine; leave out what begins with '%'")
     try:
-        network = ipaddress.ip_network(text, strict=False)
+        found = ipaddress.ip_interface(text)
     except ValueError as error:
         raise RequestError(
             f"address {text[:100]!r} is neither an IP address nor a network such as 10.1.0.0/16"
         ) from error
-    if ipaddress.ip_interface(text).ip != network.network_address:
+    network = found.network
+    if found.ip != network.network_address:
         raise RequestError(f"address {text!r} is an address inside of a network; the network is {network}")
     mapped = network.network_address.ipv4_mapped if isinstance(network, ipaddress.IPv6Network) else None
     if mapped is not None and network.prefixlen >= _MAPPED_BITS:
