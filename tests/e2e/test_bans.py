@@ -20,6 +20,8 @@ from e2e.groups.members import holdfast
 from e2e.raw import Raw
 from holdfast.auth.http_tokens import make_token
 from holdfast.auth.passwords import set_password
+from holdfast.cli.http import call, part
+from holdfast.errors import RequestError
 from node import Node, holdfast_command
 from processes import wait_for
 
@@ -29,15 +31,20 @@ ELSEWHERE = "127.0.0.2"
 """Also this machine, but no address that another test comes from."""
 
 
+def in_path(name: str) -> str:
+    """The client library would take `..` for a way up."""
+    return quote(name, safe="").replace(".", "%2E")
+
+
 def ban(node: Node, kind: str, name: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.put(f"{node.http}/api/v1/bans/{kind}/{quote(name, safe='')}", json=body, timeout=10)
+    answer = httpx.put(f"{node.http}/api/v1/bans/{kind}/{in_path(name)}", json=body, timeout=10)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
 def lift(node: Node, kind: str, name: str) -> int:
-    return httpx.delete(f"{node.http}/api/v1/bans/{kind}/{quote(name, safe='')}", timeout=10).status_code
+    return httpx.delete(f"{node.http}/api/v1/bans/{kind}/{in_path(name)}", timeout=10).status_code
 
 
 def code(node: Node, client_id: str, version: int, source: str = "127.0.0.1") -> int:
@@ -130,6 +137,18 @@ def test_any_client_id_can_be_banned(node: Node, name: str) -> None:
     assert code(node, name, V5) == BANNED
     assert lift(node, "client", name) == 200
     assert code(node, name, V5) == 0
+
+
+@pytest.mark.parametrize("name", ["x" * 65_535, "/" * 65_535, "é" * 32_767], ids=["x", "slash", "accent"])
+def test_the_longest_client_id_can_be_banned(node: Node, name: str) -> None:
+    where, path = node.http.removeprefix("http://"), f"bans/client/{part(name)}"
+    assert call(where, "PUT", path, {})["name"] == name
+    assert code(node, name, V5) == BANNED
+    assert code(node, name[:-1], V5) == 0
+    assert call(where, "DELETE", path)
+    assert code(node, name, V5) == 0
+    with pytest.raises(RequestError, match=r"client id .*… has \d+ bytes; it takes up to 65535"):
+        call(where, "PUT", f"bans/client/{part(name + 'xx')}", {})
 
 
 @pytest.mark.parametrize(
