@@ -166,6 +166,7 @@ class Sessions:
         """When the timer goes off: no later than the first deadline."""
         self._lapse: asyncio.TimerHandle | None = None
         self._numbers = 0
+        self._run, self._tokens = secrets.token_hex(6), itertools.count(1)
         self._copied: Mapping[Stream, int] = {}
         self._copied_until = 0.0
         self.stored = 0
@@ -396,12 +397,16 @@ class Sessions:
 
     # -- a client comes ------------------------------------------------------------------------------------
 
+    def _token(self) -> str:
+        """One that nobody had before, on whatever node."""
+        return f"{self._run}-{next(self._tokens):x}"
+
     async def join(self, connection: Connection, packet: p.Connect, client_id: str, welcomed: Welcomed) -> None:
         """Returns once its client may be heard: welcome, and sent again what was in flight."""
         if len(self._claims) - len(self.connections) >= WAITING_MAX:
             raise PeerError("too many clients wait for the store", Reason.SERVER_BUSY)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        claim = Claim(secrets.token_hex(8), client_id, connection, welcomed, answer)
+        claim = Claim(self._token(), client_id, connection, welcomed, answer)
         self._claims[claim.token] = claim
         connection.claim = claim.token
         expiry = self.bounded_expiry(effective_expiry(packet))
@@ -636,7 +641,7 @@ class Sessions:
         It is taken for a CONNECT that nobody sent, with a clean start, and then dropped: there is no other way for a
         session to end, so nothing is left behind that a client's own end would not leave.
         """
-        ending = Ending(secrets.token_hex(8), asyncio.get_running_loop().create_future())
+        ending = Ending(self._token(), asyncio.get_running_loop().create_future())
         self._endings[ending.token] = ending
         connect = life.Connect(ending.token, True, 0, None, may_begin=False, reason=Reason.ADMINISTRATIVE_ACTION)
         self._give(client_id, connect)

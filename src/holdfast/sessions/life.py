@@ -19,7 +19,7 @@ What a host does
   `trusted_until` has passed, and when the lease is renewed after that or is a new one: a machine's own `deadline` does
   not follow the lease, or every renewal would wake every machine. Nothing is sent to a client unless its machine is
   HERE and `now < trusted_until` (one comparison per commit).
-- `Connect` makes the machine if there is none; tokens are random, one per CONNECT. `Forget` drops it.
+- `Connect` makes the machine if there is none, `Forget` drops it; no two CONNECTs, on whatever node, share a token.
 - Effects of all machines are gathered: `ReadRow` into one `table.read` (with `lease_over`: whether the lease that the
   row names has ended), `WriteRow` into one `table.write`. Every `WriteRow` is answered once: `Written`, or `Failed`
   (`in_doubt` unless it is certain that nothing was written). A read that fails needs no answer: it is asked for again.

@@ -300,12 +300,15 @@ class Positions:
 
     def is_beyond(self, heads: Heads, window: Window) -> bool:
         """Was more of a stream sent already, by another node, than this one knows of? What it hears next is not new."""
-        open_generations = range(heads.oldest_open, heads.newest + 1)
-        for stream in (stream for generation in open_generations for stream in heads.of_generation(generation)):
-            progress = self.done.get(stream)
-            past = progress if isinstance(progress, int) else progress.top + 1
-            if past > heads[stream] and stream not in heads.sealed:
-                return True
+        for generation in range(heads.oldest_open, heads.newest + 1):
+            had = self.done.streams.get(generation, {})
+            if not self.done.default(generation) and (not had or had == heads.ends(generation)):
+                continue  # nearly always: it is new, or up to date
+            for stream in heads.of_generation(generation):
+                progress = self.done.get(stream)
+                past = progress if isinstance(progress, int) else progress.top + 1
+                if past > heads[stream] and stream not in heads.sealed:
+                    return True
         if any(generation > heads.newest for generation in self.done.streams):
             return True
         flying = _open_offsets(window)
