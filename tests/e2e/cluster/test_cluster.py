@@ -387,3 +387,23 @@ def banned(node: Node, client_id: str) -> bool:
 
 def let_in(node: Node, client_id: str) -> bool:
     return not banned(node, client_id)
+
+
+def test_a_banned_address_is_disconnected_from_every_node(cluster: Cluster, name: str) -> None:
+    one, two, three = cluster
+    path = "/api/v1/bans/address/127.0.0.2"
+    with (
+        Raw(one.mqtt_port, V5, "127.0.0.2") as first,
+        Raw(three.mqtt_port, V5, "127.0.0.2") as other,
+        Raw(one.mqtt_port, V5) as elsewhere,
+    ):
+        for number, raw in enumerate((first, other, elsewhere)):
+            assert raw.connect(f"{name}-{number}")[1] == 0
+            raw.sock.settimeout(2.0 + LATE_SECONDS)
+        assert httpx.put(two.http + path, json={}, timeout=20).status_code == 200
+        for raw in (first, other):
+            kind, body = raw.read()
+            assert (kind, body[0]) == (0xE0, ADMINISTRATIVE)
+        elsewhere.send(0xC0)
+        assert elsewhere.read()[0] == 0xD0, "from another address"
+    assert httpx.delete(one.http + path, timeout=20).status_code == 200
