@@ -23,6 +23,7 @@ KINDS: list[Callable[[str, str], str]] = [
     lambda a, b: keys.claim_key((a, b)),
     lambda a, b: keys.skipped_key((a, b)),
     lambda a, b: keys.dead_letters_key((a, b), S),
+    lambda a, b: keys.ban_key(a, b),
 ]
 """Keys of two names. Those of one name are tried as well, beside them."""
 
@@ -80,6 +81,8 @@ def test_what_they_look_like() -> None:
     assert keys.record_key(group) == "/holdfast/groups/billing:trip%2F#/record"
     assert keys.claim_key(group) == "/holdfast/groups/billing:trip%2F#/claim"
     assert keys.node_key("a/b", 17) == "/holdfast/nodes/a%2Fb/11"
+    assert keys.ban_key("address", "10.0.0.0/8") == "/holdfast/bans/address/10.0.0.0%2F8"
+    assert not keys.BANS_CHANGED.startswith(keys.BANS)
     assert keys.is_record(keys.record_key(group)) and not keys.is_record(keys.claim_key(("x/record", "record")))
 
 

@@ -5,6 +5,7 @@ HoldfastError
 ├─ RequestError          the caller asked wrongly; nothing was changed
 │  ├─ UnknownStream      no such log, stream or generation
 │  ├─ UnknownSession     no such client id
+│  ├─ UnknownBan         nobody of that name is banned
 │  ├─ PreconditionFailed the stream was not where the caller expected it
 │  ├─ Conflict           it exists already, and is different
 │  └─ StaleEpoch         a newer holder exists; the old one is refused
@@ -44,6 +45,10 @@ class UnknownStream(RequestError):
 
 class UnknownSession(RequestError):
     """There is no session of that client id: it ended, or never began."""
+
+
+class UnknownBan(RequestError):
+    """There is no such ban: it has ended, was lifted, or was never made."""
 
 
 class PreconditionFailed(RequestError):

@@ -8,6 +8,8 @@
     /holdfast/groups/NAME:FILTER/claim                              who leads it
     /holdfast/groups/NAME:FILTER/skipped                            what retention dropped before it was read
     /holdfast/nodes/NAME/LEASE                                      a node that is there
+    /holdfast/bans/KIND/NAME                                        who may not connect
+    /holdfast/bans-changed                                          moves whenever a ban does
 
 Names are up to 65,535 bytes long and may hold anything. What has a meaning here is written as %XX, and a part that is
 too long for a key is its beginning, a ~ and its hash; in a part that is not shortened a ~ is written as %7E, so nobody
@@ -21,6 +23,8 @@ import re
 
 from holdfast.model import Stream
 
+BANS = "/holdfast/bans/"
+BANS_CHANGED = "/holdfast/bans-changed"
 GROUPS = "/holdfast/groups/"
 NODES = "/holdfast/nodes/"
 SUBSCRIPTIONS = "/holdfast/subscriptions/"
@@ -108,6 +112,11 @@ def _group(group: tuple[str, str]) -> str:
 def node_key(name: str, lease: int) -> str:
     """A node, by its name and its lease: two processes may have one name, for a while."""
     return f"{NODES}{_part(name)}/{lease:x}"
+
+
+def ban_key(kind: str, name: str) -> str:
+    """A ban of a client id, a user or an address."""
+    return f"{BANS}{_part(kind)}/{_part(name)}"
 
 
 def _part(name: str) -> str:

@@ -22,9 +22,9 @@ def packet(first: int, body: bytes) -> bytes:
 class Raw:
     """One connection, of which every byte is the test's."""
 
-    def __init__(self, port: int, version: int):
+    def __init__(self, port: int, version: int, source: str = "127.0.0.1"):
         self.version = version
-        self.sock = socket.create_connection(("127.0.0.1", port), 10)
+        self.sock = socket.create_connection(("127.0.0.1", port), 10, (source, 0))
 
     def __enter__(self) -> Raw:
         return self

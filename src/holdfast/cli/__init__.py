@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import group, node, output, password, pipeline, session
+from holdfast.cli import ban, group, node, output, password, pipeline, session
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 log_app = typer.Typer(no_args_is_help=True, help="Look at and look after the log.")
+app.add_typer(ban.app, name="ban")
 app.add_typer(group.app, name="group")
 app.add_typer(node.app, name="node")
 app.add_typer(pipeline.app, name="pipeline")

@@ -12,6 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from holdfast.auth.authenticator import Authenticator, AuthOptions
+from holdfast.auth.bans import Ban, Bans
 from holdfast.auth.identity import CertificateSubject, Credentials, Identity, Refusal, is_loopback
 from holdfast.delivery.outlet import Outlet
 from holdfast.errors import PeerError
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("holdfast.front")
 
 WILL_BYTES_MAX = 256 << 10
+LOOKED_AT_ONCE = 500
+"""So many connections are held against new bans in one turn of the loop."""
 
 
 class Front:
@@ -44,6 +47,7 @@ class Front:
         self,
         settings: Settings,
         auth: Authenticator,
+        bans: Bans,
         ingest: Ingest,
         delivery: DeliveryHost,
         control: ControlTopics,
@@ -53,7 +57,7 @@ class Front:
         notices: Notices,
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
     ):
-        self.settings, self.auth = settings, auth
+        self.settings, self.auth, self._bans = settings, auth, bans
         self.ingest, self.delivery, self._control = ingest, delivery, control
         self._sessions, self.subscribing = sessions, subscribing
         self.metrics, self.notices, self.spawn = metrics, notices, spawn
@@ -117,6 +121,7 @@ class Front:
             raise PeerError("this node is being drained", Reason.USE_ANOTHER_SERVER)
         if len(self._sessions.connections) >= self.settings.limits.connections_max:
             raise PeerError("too many connections", Reason.SERVER_BUSY)
+        self._refuse_banned(connection, None, None)  # before a password is looked at, which is expensive
         if "authentication_method" in packet.properties:
             raise PeerError("enhanced authentication is not supported", Reason.BAD_AUTHENTICATION_METHOD)
         assigned = not packet.client_id
@@ -124,6 +129,7 @@ class Front:
         if assigned and packet.version < p.V5 and not packet.clean_start:
             raise PeerError("an empty client id needs a clean session", Reason.CLIENT_ID_NOT_VALID)
         identity = await self._authenticate(connection, packet, client_id)
+        self._refuse_banned(connection, client_id, identity.user)
         if packet.will is not None and not self.auth.acl.may_publish(identity, packet.will.topic):
             raise PeerError(f"the will may not go to {packet.will.topic!r}", Reason.NOT_AUTHORIZED)
         if packet.will is not None and len(packet.will.payload) + len(packet.will.properties) > WILL_BYTES_MAX:
@@ -200,6 +206,48 @@ class Front:
             Outlet(session, packet.version, window, packet_max),
             identity,
         )
+        if self._ban_of(connection, session.client_id, identity.user) is not None:
+            # Made while its session was being fetched, when nobody could see it among the connections.
+            asyncio.get_running_loop().call_soon(connection.close, Reason.ADMINISTRATIVE_ACTION)
+
+    # -- bans --------------------------------------------------------------------------------------------
+
+    def _ban_of(self, connection: Connection, client_id: str | None, user: str | None) -> Ban | None:
+        if not self._bans:
+            return None
+        now = self._sessions.clock.time(time.monotonic())
+        return self._bans.find(client_id, user, connection.peer_host, now)
+
+    def _refuse_banned(self, connection: Connection, client_id: str | None, user: str | None) -> None:
+        ban = self._ban_of(connection, client_id, user)
+        if ban is not None:
+            self.metrics.banned.inc()
+            logger.info("%s: refused: %s %s is banned: %s", connection.peer, ban.kind, ban.name[:100], ban.reason)
+            raise PeerError("banned", Reason.BANNED)
+
+    def disconnect_banned(self, new: list[Ban]) -> None:
+        """Whom one of these bans fits is told to go; its session stays as after any loss."""
+        for ban in new:
+            if ban.kind == "client":
+                self._disconnect_if_banned(self._sessions.connections.get(ban.name))
+        if any(ban.kind != "client" for ban in new):
+            self.spawn(self._look_for_banned())
+
+    async def _look_for_banned(self) -> None:
+        # Whoever is welcome only after this has begun is held against the bans then.
+        connections = list(self._sessions.connections.values())
+        for at in range(0, len(connections), LOOKED_AT_ONCE):
+            for connection in connections[at : at + LOOKED_AT_ONCE]:
+                self._disconnect_if_banned(connection)
+            await asyncio.sleep(0)
+
+    def _disconnect_if_banned(self, connection: Connection | None) -> None:
+        if connection is None or connection.session is None or connection.identity is None:
+            return
+        ban = self._ban_of(connection, connection.session.client_id, connection.identity.user)
+        if ban is not None:
+            logger.info("%s: disconnected: %s %s is banned", connection.peer, ban.kind, ban.name[:100])
+            connection.close(Reason.ADMINISTRATIVE_ACTION)
 
     # -- rights ------------------------------------------------------------------------------------------
 

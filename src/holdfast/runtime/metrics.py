@@ -22,6 +22,9 @@ class Metrics(Collector):
         self.refused = Counter(
             "holdfast_connections_refused", "Connections refused or ended by us", registry=self.registry
         )
+        self.banned = Counter(
+            "holdfast_connections_banned", "CONNECTs refused because of a ban", registry=self.registry
+        )
         self.flushed = Counter("holdfast_cursors_flushed", "Cursors saved", registry=self.registry)
         self.failed = Counter("holdfast_commits_failed", "Commits that failed", registry=self.registry)
         self.registry.register(self)

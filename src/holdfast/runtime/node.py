@@ -16,6 +16,7 @@ from holdfast.keys import NODES
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.model import LOG, RETAIN
 from holdfast.mqtt.reasons import Reason
+from holdfast.runtime.bans import BanHost
 from holdfast.runtime.batch_members import PREFIX as BATCH_MEMBERS
 from holdfast.runtime.batch_members import BatchMembers
 from holdfast.runtime.control_topics import ControlTopics
@@ -156,9 +157,15 @@ class Node:
             subscriptions_max=settings.limits.subscriptions_max,
             shared_store=self.store.shared,
         )
+        self.bans = BanHost(
+            self.metadata,
+            lambda: self.sessions.clock.time(time.monotonic()),
+            lambda new: self.front.disconnect_banned(new),
+        )
         self.front = Front(
             settings,
             self.auth,
+            self.bans.table,
             self.ingest,
             self.delivery,
             self.control,
@@ -190,6 +197,7 @@ class Node:
         self.supervisor.run("follow", self.delivery.follow)
         self.supervisor.run_thread("writer", self.ingest.write)
         await self.sweep.begin()
+        await self.bans.begin()
         if not self.store.shared:
             await loop.run_in_executor(None, self._forget_nodes)
         self.lease = NodeLease(
@@ -202,6 +210,7 @@ class Node:
         await self.lease.begin()
         self.supervisor.run_thread("lease", self.lease.keep)
         self.supervisor.run("sweep", self.sweep.run)
+        self.supervisor.run("bans", self.bans.run)
         self.supervisor.run("tick", self._tick)
         self.supervisor.run("upkeep", self._upkeep)
         self.ready = True
@@ -251,6 +260,7 @@ class Node:
         if self._copies is not None:
             self._copies.close()
         self.sweep.close()
+        self.bans.close()
         self.rows.close()
         self.metadata.close()
         self.store.close()

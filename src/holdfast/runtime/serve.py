@@ -24,6 +24,9 @@ from holdfast.settings import Settings
 
 logger = logging.getLogger("holdfast")
 
+REQUEST_HEAD_BYTES_MAX = 256 << 10
+"""A client id has up to 65,535 bytes, and each may take three in an address."""
+
 
 class JsonLines(logging.Formatter):
     """One JSON object per line: time, level, part, message."""
@@ -145,7 +148,16 @@ async def _web(node: Node, sockets: Bound, make_app: Callable[[Node], Any] | Non
     if make_app is None:
         yield
         return
-    web = Web(uvicorn.Config(make_app(node), log_config=None, lifespan="off", access_log=False))
+    web = Web(
+        uvicorn.Config(
+            make_app(node),
+            log_config=None,
+            lifespan="off",
+            access_log=False,
+            http="h11",
+            h11_max_incomplete_event_size=REQUEST_HEAD_BYTES_MAX,
+        )
+    )
     serving = asyncio.create_task(web.serve(sockets["http.listen"]), name="http")
     listening = asyncio.create_task(web.listening.wait())
     await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)

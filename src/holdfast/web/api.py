@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from pydantic import BaseModel, Field
 
 from holdfast import ops
+from holdfast.auth.bans import REASON_CHARS_MAX, SECS_MAX, Ban
 from holdfast.auth.identity import Identity, Refusal, is_loopback
 from holdfast.cursors.cursor import Cursor
 from holdfast.errors import (
@@ -24,6 +25,7 @@ from holdfast.errors import (
     PeerError,
     RequestError,
     StoreError,
+    UnknownBan,
     UnknownSession,
     UnknownStream,
 )
@@ -92,6 +94,13 @@ class DrainBody(BaseModel):
     stop: bool = False
 
 
+class BanBody(BaseModel):
+    """Why, for operators to read, and for how long; without `secs` it is for good."""
+
+    reason: str = Field(default="", max_length=REASON_CHARS_MAX)
+    secs: float | None = Field(default=None, gt=0, le=SECS_MAX, strict=True)
+
+
 class TooLarge(HoldfastError):
     """More than a request may bring."""
 
@@ -121,7 +130,7 @@ def make_app(node: Node) -> FastAPI:
                 status = 403
             case TooLarge():
                 status = 413
-            case UnknownStream() | UnknownSession():
+            case UnknownStream() | UnknownSession() | UnknownBan():
                 status = 404
             case Conflict():
                 status = 409
@@ -255,6 +264,21 @@ def make_app(node: Node) -> FastAPI:
         await node.sessions.end(_client_id(client_id))
         return _json({"ended": client_id})
 
+    @app.get("/api/v1/bans")
+    async def bans(_: Identity = reader) -> Response:
+        """Those in force."""
+        return _json({"bans": [_ban(ban) for ban in await node.bans.all()]})
+
+    @app.put("/api/v1/bans/{kind}/{name:path}")
+    async def add_ban(kind: str, name: str, wanted: BanBody, _: Identity = admin) -> Response:
+        """On every node: a client id, a user or an address (or network) may not connect; who is connected, goes."""
+        return _json(_ban(await node.bans.add(kind, name, wanted.reason, wanted.secs)))
+
+    @app.delete("/api/v1/bans/{kind}/{name:path}")
+    async def lift_ban(kind: str, name: str, _: Identity = admin) -> Response:
+        await node.bans.lift(kind, name)
+        return _json({"lifted": {"kind": kind, "name": name}})
+
     @app.get("/api/v1/nodes")
     async def nodes(_: Identity = reader) -> Response:
         return _json({"nodes": [_node(node, record) for record in await node.members()]})
@@ -328,6 +352,20 @@ def _node(node: Node, record: NodeRecord) -> dict[str, Any]:
         "draining": record.draining,
         "answers": record.lease == node.sessions.node.lease,
     }
+
+
+def _ban(ban: Ban) -> dict[str, Any]:
+    return {
+        "kind": ban.kind,
+        "name": ban.name,
+        "reason": ban.reason,
+        "until": None if ban.until is None else _time(ban.until),
+        "made_at": _time(ban.made_at),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def _drain(node: Node) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import signal
 import struct
 import threading
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -355,3 +356,54 @@ def test_a_dead_nodes_client_is_deleted_after_its_lease(cluster: Cluster, at: At
     answer = httpx.delete(f"{two.http}/api/v1/sessions/{name}", timeout=30)
     assert answer.status_code == 200, answer.text
     assert not at(two, name, **durable(V5)).session_present
+
+
+def test_a_ban_is_one_of_all_nodes(cluster: Cluster, at: At, name: str) -> None:
+    one, two, three = cluster
+    watcher = at(three, f"{name}-w")
+    watcher.subscribe(f"{name}-wills", 1)
+    for version in (V311, V5):
+        client = at(one, name, version, will=Will(f"{name}-wills", b"gone"), **durable(version))
+        began = time.monotonic()
+        path = f"/api/v1/bans/client/{name}"
+        assert httpx.put(two.http + path, json={"reason": "noisy"}, timeout=20).status_code == 200
+        assert client.ended(2.0 + LATE_SECONDS) == (ADMINISTRATIVE if version == V5 else None)
+        assert time.monotonic() - began < 2.0 + LATE_SECONDS
+        assert watcher.next().payload == b"gone"
+        for node in (one, two, three):
+            wait_for(partial(banned, node, name), 2.0 + LATE_SECONDS, "the ban")
+            assert [row["reason"] for row in node.get("/api/v1/bans")["bans"] if row["name"] == name] == ["noisy"]
+        assert httpx.delete(three.http + path, timeout=20).status_code == 200
+        assert not banned(three, name), "where it was lifted, at once"
+        for node in (one, two):
+            wait_for(partial(let_in, node, name), 2.0 + LATE_SECONDS, "its end")
+        assert httpx.delete(one.http + path, timeout=20).status_code == 404
+
+
+def banned(node: Node, client_id: str) -> bool:
+    with Raw(node.mqtt_port, V5) as raw:
+        return raw.connect(client_id)[1] == 0x8A
+
+
+def let_in(node: Node, client_id: str) -> bool:
+    return not banned(node, client_id)
+
+
+def test_a_banned_address_is_disconnected_from_every_node(cluster: Cluster, name: str) -> None:
+    one, two, three = cluster
+    path = "/api/v1/bans/address/127.0.0.2"
+    with (
+        Raw(one.mqtt_port, V5, "127.0.0.2") as first,
+        Raw(three.mqtt_port, V5, "127.0.0.2") as other,
+        Raw(one.mqtt_port, V5) as elsewhere,
+    ):
+        for number, raw in enumerate((first, other, elsewhere)):
+            assert raw.connect(f"{name}-{number}")[1] == 0
+            raw.sock.settimeout(2.0 + LATE_SECONDS)
+        assert httpx.put(two.http + path, json={}, timeout=20).status_code == 200
+        for raw in (first, other):
+            kind, body = raw.read()
+            assert (kind, body[0]) == (0xE0, ADMINISTRATIVE)
+        elsewhere.send(0xC0)
+        assert elsewhere.read()[0] == 0xD0, "from another address"
+    assert httpx.delete(one.http + path, timeout=20).status_code == 200

@@ -7,6 +7,7 @@ the balancer of the other tests does as its configuration says.
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from balancer import Balancer
-from e2e.clients import V5, Dial, PahoClient
+from e2e.clients import V5, Dial, PahoClient, Refused
 from e2e.cluster.conftest import At, Cluster
 from e2e.conftest import Clients, durable
 from node import Node, holdfast_command
@@ -76,6 +77,7 @@ def shown(*words: str) -> str:
 
 def test_every_command_of_the_document_is_run_here() -> None:
     tried = [("node ls",), ("node drain",), ("session disconnect",), ("session delete",), ("vacuum into",)]
+    tried += [("ban add client",), ("ban add address",), ("ban ls",), ("ban lift",)]
     tried += [("pg_dump",), ("pg_restore",)]
     assert sorted(shown(*words) for words in tried) == sorted(commands(DOCUMENT))
 
@@ -104,6 +106,14 @@ def test_two_nodes_as_the_units_start_them(pair: tuple[Installed, Installed], at
         assert "disconnected" in run(shown("session disconnect"), tmp_path, http=f"127.0.0.1:{one.http_port}")
         assert back.ended() == 0x98
         back.close()
+        for words in ("ban add client", "ban add address"):
+            assert "is banned" in run(shown(words), tmp_path, http=f"127.0.0.1:{one.http_port}")
+        table = run(shown("ban ls"), tmp_path, http=f"127.0.0.1:{one.http_port}")
+        assert "vehicle-17" in table and "10.1.0.0/16" in table and "sends nonsense" in table
+        with pytest.raises(Refused) as refused:
+            PahoClient(dataclasses.replace(vehicle.dial, port=one.mqtt_port)).connect()
+        assert refused.value.reason == 0x8A
+        assert "may connect" in run(shown("ban lift"), tmp_path, http=f"127.0.0.1:{one.http_port}")
         assert "deleted" in run(shown("session delete"), tmp_path, http=f"127.0.0.1:{one.http_port}")
     drain = two.words("ExecStop")
     env = {**os.environ, "HOLDFAST_HTTP": f"127.0.0.1:{two.http_port}"}
