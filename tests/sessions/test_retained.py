@@ -39,7 +39,7 @@ def test_a_selection_is_what_matches() -> None:
 def test_rows_are_whole() -> None:
     rows = RetainedMessages([message("a", b"1", 7, life=9)]).select("a").take(10, ROOM, 8)
     assert rows is not None and rows.stream is None
-    assert (rows.topics, rows.payloads, rows.publishers, rows.flags) == (["a"], [b"1"], ["p"], [1 | RETAIN])
+    assert (rows.topics, rows.payloads, rows.publishers, rows.flags) == (["a"], [b"1"], ["p"], 1 | RETAIN)
     assert (list(rows.offsets), rows.times, rows.properties) == ([0], [7_000_000], [b"\x02\0\0\0\x09"])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from holdfast.model import RETAIN, Stream
-from holdfast.mqtt.fastpath import PACKET_IDS, remaining_length, topic_bytes
+from holdfast.mqtt.fastpath import PACKET_IDS, VARINTS, remaining_length, topic_bytes
 from holdfast.mqtt.properties import expiry_of, with_expiry
 from holdfast.sessions.positions import Positions
 from holdfast.sessions.rows import Rows
@@ -51,7 +51,7 @@ class RetainedOrigin:
     def __init__(self, rows: Rows):
         self.rows = rows
 
-    def settle(self, delivery: Delivery, reason: int) -> None: ...
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None: ...
 
     def passed(self, offset: int) -> None: ...
 
@@ -147,6 +147,19 @@ class Outgoing:
             feed if feed is not None else RetainedOrigin(rows) if stream is None else self._positions.origin(stream)
         )
         size, past, count = 0, waiting.at, len(picks)
+        if (
+            only is not None
+            and not (only.no_local or only.identifier or only.retain_as_published)
+            and properties is None
+            and stream is not None
+            and (qos := min(flag & 3, only.qos))
+            and past < count
+            and offsets[picks[past]] >= dup_below
+        ):
+            size = self._encode_plain(waiting, out, room, bytes_max, v5, packet_max, qos, origin)
+            past = waiting.at
+            if size >= bytes_max:
+                return size
         while past < count:
             i = picks[past]
             topic, payload = topics[i], payloads[i]
@@ -204,6 +217,43 @@ class Outgoing:
             size += length + 3
             if size >= bytes_max:
                 break
+        waiting.at = past
+        return size
+
+    def _encode_plain(
+        self,
+        waiting: _Waiting,
+        out: list[bytes],
+        room: int,
+        bytes_max: int,
+        v5: bool,
+        packet_max: int,
+        qos: int,
+        origin: Origin,
+    ) -> int:
+        """Nearly always: messages of one block and QoS that need nothing special, up to one that is too large."""
+        rows, picks, at, window = waiting.rows, waiting.picks, waiting.at, self._window
+        topics, payloads = rows.topics, rows.payloads
+        ids = window.free_ids(max(0, min(len(picks) - at, room - len(window))))
+        first, size, past = bytes((0x30 | qos << 1,)), 0, at
+        tail, more = (b"\0", 3) if v5 else (b"", 2)
+        for packet_id in ids:
+            i = picks[past]
+            name, payload = topic_bytes(topics[i]), payloads[i]
+            length = len(name) + len(payload) + more
+            if length + 5 > packet_max:
+                break
+            varint = VARINTS[length] if length < len(VARINTS) else remaining_length(length)
+            out += (first, varint, name, PACKET_IDS[packet_id], tail, payload)
+            past += 1
+            size += length + 3
+            if size >= bytes_max:
+                break
+        offsets = [rows.offsets[i] for i in picks[at:past]]
+        window.add_run(ids[: past - at], origin, offsets, qos)
+        if waiting.feed is not None:
+            for offset in offsets:
+                waiting.feed.sending(offset)
         waiting.at = past
         return size
 

@@ -45,11 +45,11 @@ class StreamOrigin:
     def __init__(self, positions: Positions, stream: Stream):
         self._positions, self.stream = positions, stream
 
-    def settle(self, delivery: Delivery, reason: int) -> None:
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None:
         positions = self._positions
         positions.move(self.stream)
         if positions.behind or positions.skipped or positions.unread_from is not None:
-            positions.handled(self.stream, delivery.offset)
+            positions.handled(self.stream, [delivery[1] for delivery in deliveries])
 
     def passed(self, offset: int) -> None:
         self._positions.move(self.stream)
@@ -216,12 +216,18 @@ class Positions:
             and meaning(rows.topics[at], stream, offset)
         ]
 
-    def handled(self, stream: Stream, offset: int) -> None:
-        """Acknowledged; should it come once more when the log is read, as after a resume, it is not sent again."""
+    def handled(self, stream: Stream, offsets: Sequence[int]) -> None:
+        """Acknowledged; should one come once more when the log is read, as after a resume, it is not sent again."""
         if self.is_unread(stream):
-            self.done.add(stream, Cursor(-1, [(offset, offset)]))
-        elif offset >= self.behind.get(stream, offset + 1) or offset in self.skipped.get(stream, ()):
-            self.ahead.setdefault(stream, Cursor()).ack(offset)
+            for offset in offsets:
+                self.done.add(stream, Cursor(-1, [(offset, offset)]))
+            return
+        behind, skipped = self.behind.get(stream, DONE), self.skipped.get(stream, ())
+        if max(offsets) < behind and not skipped:
+            return
+        for offset in offsets:
+            if offset >= behind or offset in skipped:
+                self.ahead.setdefault(stream, Cursor()).ack(offset)
 
     # -- how far it has come ---------------------------------------------------------------------------------
 

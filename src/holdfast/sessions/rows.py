@@ -21,7 +21,11 @@ class Rows:
     ):
         self.stream, self.offsets = stream, offsets
         self.topics, self.payloads = batch.topics, batch.payloads
-        self.publishers, self.flags, self.properties = batch.publishers, batch.flags, batch.properties
+        self.publishers, self.properties = batch.publishers, batch.properties
+        flags = batch.flags
+        if not isinstance(flags, int) and flags and flags.count(flags[0]) == len(flags):
+            flags = flags[0]  # nearly always, and then nobody need look at each
+        self.flags = flags
         self.times = times
         self.weight = sum(map(len, batch.payloads)) // max(1, len(batch.payloads)) + 64
         """Roughly the bytes of one row."""

@@ -139,8 +139,9 @@ class LoanFeed:
         self.in_flight = set(offsets)
         self.stays = bool(self.in_flight)
 
-    def settle(self, delivery: Delivery, reason: int) -> None:
-        self.settle_offset(delivery.offset)
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None:
+        for delivery in deliveries:
+            self.settle_offset(delivery.offset)
 
     def passed(self, offset: int) -> None:
         self.settle_offset(offset)

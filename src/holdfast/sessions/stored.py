@@ -7,7 +7,7 @@ begin elsewhere, and whatever may have been sent goes out marked as a duplicate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from holdfast.cursors.cursor_map import NOTHING_DONE
 from holdfast.groups.shares import is_shared
@@ -45,7 +45,7 @@ class LentBefore:
         self.share = share
         """The number of the subscription under which it was lent."""
 
-    def settle(self, delivery: Delivery, reason: int) -> None: ...
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None: ...
 
     def passed(self, offset: int) -> None: ...
 
@@ -61,7 +61,7 @@ class RetainedBefore:
     def __init__(self, topic: str, time: int):
         self.topic, self.time = topic, time
 
-    def settle(self, delivery: Delivery, reason: int) -> None: ...
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None: ...
 
     def passed(self, offset: int) -> None: ...
 

@@ -10,8 +10,10 @@ client's reason code, when the client is done with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
+from functools import partial
+from itertools import islice, repeat
 from typing import NamedTuple, Protocol
 
 RELEASED = 3
@@ -23,8 +25,8 @@ PACKET_ID_MAX = 65_535
 class Origin(Protocol):
     """Where a delivery comes from, and who keeps its progress."""
 
-    def settle(self, delivery: Delivery, reason: int) -> None:
-        """The client is done with it: it has it (reason below 0x80), or it refuses it."""
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None:
+        """The client is done with them: it has them (reason below 0x80), or it refuses them."""
         ...
 
     def passed(self, offset: int) -> None:
@@ -41,10 +43,14 @@ class Delivery(NamedTuple):
     """1, 2 or RELEASED."""
 
 
+_delivery = partial(tuple.__new__, Delivery)
+"""From a tuple, without a call into Python: there are hundreds of thousands a second."""
+
+
 class Nobody:
     """The origin of deliveries that are nobody's any more; their packet ids stay taken until the client answers."""
 
-    def settle(self, delivery: Delivery, reason: int) -> None: ...
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None: ...
 
     def passed(self, offset: int) -> None: ...
 
@@ -99,6 +105,21 @@ class Window:
         self.last_id = last
         return last
 
+    def free_ids(self, count: int) -> Sequence[int]:
+        """The packet ids that the next so many deliveries may have, for `add_run`. There are as many."""
+        in_flight, begin = self._in_flight, self.last_id + 1
+        if begin + count - 1 <= PACKET_ID_MAX and in_flight.keys().isdisjoint(found := range(begin, begin + count)):
+            return found
+        every = (n % PACKET_ID_MAX + 1 for n in range(self.last_id, self.last_id + PACKET_ID_MAX))
+        return list(islice((n for n in every if n not in in_flight), count))
+
+    def add_run(self, packet_ids: Sequence[int], origin: Origin, offsets: Iterable[int], qos: int) -> None:
+        """Deliveries that go out under these ids, as `free_ids` has named them."""
+        if packet_ids:
+            deliveries = map(_delivery, zip(repeat(origin), offsets, repeat(qos)))
+            self._in_flight.update(zip(packet_ids, deliveries, strict=False))
+            self.last_id = packet_ids[-1]
+
     def restore(self, packet_id: int, delivery: Delivery) -> None:
         """As it was when the session was stored."""
         self._in_flight[packet_id] = delivery
@@ -114,16 +135,25 @@ class Window:
 
     def puback(self, packet_ids: Iterable[int], reason: int = 0) -> int | None:
         """PUBACKs. The first id that was not under way as QoS 1, if its sender is confused; None: all is well."""
-        in_flight = self._in_flight
+        in_flight, wrong = self._in_flight, None
+        origin: Origin = NOBODY
+        run: list[Delivery] = []
         for packet_id in packet_ids:
             delivery = in_flight.get(packet_id)
             if delivery is None:
                 continue  # late, or sent twice: harmless
             if delivery[2] != 1:
-                return packet_id
+                wrong = packet_id
+                break
             del in_flight[packet_id]
-            delivery[0].settle(delivery, reason)
-        return None
+            if delivery[0] is not origin:
+                if run:
+                    origin.settle(run, reason)
+                origin, run = delivery[0], []
+            run.append(delivery)
+        if run:
+            origin.settle(run, reason)
+        return wrong
 
     def pubrec(self, packet_id: int, reason: int = 0) -> Pubrec:
         delivery = self._in_flight.get(packet_id)
@@ -137,7 +167,7 @@ class Window:
             del self._in_flight[packet_id]
         else:
             self._in_flight[packet_id] = Delivery(NOBODY, 0, RELEASED)
-        delivery.origin.settle(delivery, reason)
+        delivery.origin.settle((delivery,), reason)
         return Pubrec.RELEASE
 
     def pubcomp(self, packet_id: int) -> bool:
