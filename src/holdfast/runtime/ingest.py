@@ -47,7 +47,7 @@ class Publisher(Protocol):
 
 logger = logging.getLogger("holdfast.ingest")
 
-COMMIT_EVERY_SECONDS = 0.0011
+COMMIT_EVERY_SECONDS = 0.0006
 """Commits begin no closer to each other than this, unless nobody is left to wait for."""
 
 MOMENT_SECONDS = 0.010

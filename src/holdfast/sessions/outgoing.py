@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Protocol
 
 from holdfast.model import RETAIN, Stream
@@ -18,7 +19,7 @@ from holdfast.mqtt.fastpath import PACKET_IDS, VARINTS, remaining_length, topic_
 from holdfast.mqtt.properties import expiry_of, with_expiry
 from holdfast.sessions.positions import Positions
 from holdfast.sessions.rows import Rows
-from holdfast.sessions.subscriptions import Subscription, SubscriptionTable
+from holdfast.sessions.subscriptions import Route, Subscription, SubscriptionTable
 from holdfast.sessions.window import PACKET_ID_MAX, RELEASED, Delivery, Origin, Window
 
 V5 = 5
@@ -148,15 +149,14 @@ class Outgoing:
         )
         size, past, count = 0, waiting.at, len(picks)
         if (
-            only is not None
-            and not (only.no_local or only.identifier or only.retain_as_published)
-            and properties is None
+            properties is None
             and stream is not None
-            and (qos := min(flag & 3, only.qos))
+            and isinstance(flags, int)
+            and (only is None or not only.special)
             and past < count
             and offsets[picks[past]] >= dup_below
         ):
-            size = self._encode_plain(waiting, out, room, bytes_max, v5, packet_max, qos, origin)
+            size = self._encode_plain(waiting, out, room, bytes_max, v5, packet_max, only, origin)
             past = waiting.at
             if size >= bytes_max:
                 return size
@@ -228,32 +228,51 @@ class Outgoing:
         bytes_max: int,
         v5: bool,
         packet_max: int,
-        qos: int,
+        only: Subscription | None,
         origin: Origin,
     ) -> int:
-        """Nearly always: messages of one block and QoS that need nothing special, up to one that is too large."""
+        """Nearly always: messages of one block that go out alike, up to one that needs something special."""
         rows, picks, at, window = waiting.rows, waiting.picks, waiting.at, self._window
-        topics, payloads = rows.topics, rows.payloads
-        ids = window.free_ids(max(0, min(len(picks) - at, room - len(window))))
+        topics, payloads, find = rows.topics, rows.payloads, self._subscriptions.route
+        route = find(topics[picks[at]]) if only is None else Route(only.qos, only.identifier_bytes)
+        if route is None:
+            return 0
+        assert isinstance(rows.flags, int)
+        qos = min(rows.flags & 3, route.qos)
+        count = len(picks) - at
+        if qos:
+            count = max(0, min(count, room - len(window)))
+        ids = window.free_ids(count) if qos else ()
         first, size, past = bytes((0x30 | qos << 1,)), 0, at
-        tail, more = (b"\0", 3) if v5 else (b"", 2)
-        for packet_id in ids:
+        tail = remaining_length(len(route.identifiers)) + route.identifiers if v5 else b""
+        more, topic = len(tail) + (2 if qos else 0), topics[picks[at]]
+        name = topic_bytes(topic)
+        for packet_id in map(PACKET_IDS.__getitem__, ids) if qos else repeat(b"", count):
             i = picks[past]
-            name, payload = topic_bytes(topics[i]), payloads[i]
+            payload = payloads[i]
+            if topics[i] is not topic:
+                topic = topics[i]
+                if only is None and find(topic) != route:
+                    break
+                name = topic_bytes(topic)
             length = len(name) + len(payload) + more
             if length + 5 > packet_max:
                 break
-            varint = VARINTS[length] if length < len(VARINTS) else remaining_length(length)
-            out += (first, varint, name, PACKET_IDS[packet_id], tail, payload)
+            varint = VARINTS[length] if length < 16_384 else remaining_length(length)
+            out += (first, varint, name, packet_id, tail, payload)
             past += 1
             size += length + 3
             if size >= bytes_max:
                 break
         offsets = [rows.offsets[i] for i in picks[at:past]]
-        window.add_run(ids[: past - at], origin, offsets, qos)
-        if waiting.feed is not None:
+        if not qos:
             for offset in offsets:
-                waiting.feed.sending(offset)
+                origin.passed(offset)
+        elif offsets:
+            window.add_run(ids[: past - at], origin, offsets, qos)
+            if waiting.feed is not None:
+                for offset in offsets:
+                    waiting.feed.sending(offset)
         waiting.at = past
         return size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from holdfast.cursors.cursor_map import NOTHING_DONE, CursorMap
 from holdfast.groups.shares import is_shared, parse_share
@@ -11,6 +12,9 @@ from holdfast.model import Stream
 from holdfast.mqtt.trie import FilterTable
 from holdfast.mqtt.wire import to_varint
 from holdfast.topics import AnyOf, TopicFilter, Wanted
+
+ROUTES_MAX = 256
+"""Topics of which one session remembers how they go out."""
 
 
 @dataclass(slots=True)
@@ -33,9 +37,21 @@ class Subscription:
     """Of a shared one: of the topics alone, without group and prefix."""
     identifier_bytes: bytes = field(init=False)
 
+    @property
+    def special(self) -> bool:
+        """Each message is to be looked at for itself."""
+        return self.no_local or self.retain_as_published
+
     def __post_init__(self) -> None:
         self.matcher = TopicFilter(parse_share(self.filter).filter if is_shared(self.filter) else self.filter)
         self.identifier_bytes = b"\x0b" + to_varint(self.identifier) if self.identifier else b""
+
+
+class Route(NamedTuple):
+    """The highest QoS that is granted, and the identifiers of the subscriptions, as properties."""
+
+    qos: int
+    identifiers: bytes
 
 
 class SubscriptionTable:
@@ -48,6 +64,7 @@ class SubscriptionTable:
         self.only: Subscription | None = None
         """The one there is, if there is just one: most sessions have no more."""
         self._wanted: Wanted | None = None
+        self._routes: dict[str, Route] = {}
         self.next_number = 1
         self.length = 0
         """Characters in all filters, shared ones too."""
@@ -122,6 +139,7 @@ class SubscriptionTable:
 
     def _changed(self) -> None:
         self._wanted = self.packed = None
+        self._routes = {}
         self.only = next(iter(self._own.values())) if len(self._own) == 1 else None
 
     @property
@@ -130,6 +148,22 @@ class SubscriptionTable:
         if self._wanted is None and len(self._own):
             self._wanted = self.only.matcher if self.only else AnyOf(s.matcher for s in self._own.values())
         return self._wanted
+
+    def route(self, topic: str) -> Route | None:
+        """How a message of this topic goes out that is new to all its subscriptions; None: look at each.
+
+        Remembered until a subscription changes; what one has had already is only ever said together with a change.
+        """
+        found = self._routes.get(topic)
+        if found is None:
+            meant = self._own.match(topic)
+            if not meant or any(s.special or s.done is not NOTHING_DONE for s in meant):
+                return None
+            found = Route(max(s.qos for s in meant), b"".join(s.identifier_bytes for s in meant))
+            if len(self._routes) >= ROUTES_MAX:
+                self._routes.clear()
+            self._routes[topic] = found
+        return found
 
     def meaning_at(self, topic: str, stream: Stream | None, offset: int) -> tuple[Subscription, ...]:
         """Those that match this topic and have not had this message (a retained one has no stream)."""
