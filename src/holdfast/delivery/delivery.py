@@ -37,6 +37,8 @@ class DeliverySettings:
     """Reads of the log under way at a time."""
     write_bytes: int = 256 << 10
     """How much one outlet may send in one turn; then it is the others'."""
+    serves_max: int = 100
+    """How many outlets are sent something in answer to one block; the others have their turn after that."""
     retained_rows: int = 500
     """How many retained messages one outlet may queue in one turn."""
     reads_max: int = 2
@@ -457,17 +459,27 @@ class Delivery:
                     picks[outlet] = [at]
                 elif mine[-1] != at:  # two filters of one session may match the same message
                     mine.append(at)
-        for outlet, mine in picks.items():
-            self._offer(outlet, rows, mine, now, effects)
+        for count, (outlet, mine) in enumerate(picks.items()):
+            self._offer(outlet, rows, mine, now, effects, later=count >= self._settings.serves_max)
 
     def _offer(
-        self, outlet: Outlet, rows: Rows, picks: Sequence[int], now: float, effects: list[DeliveryEffect]
+        self,
+        outlet: Outlet,
+        rows: Rows,
+        picks: Sequence[int],
+        now: float,
+        effects: list[DeliveryEffect],
+        *,
+        later: bool = False,
     ) -> None:
         try:
             # Retained messages come first: what is committed meanwhile waits in the log.
             if not outlet.session.offer(rows, picks, self._settings.pending_bytes_max, hold=bool(outlet.retained)):
                 self._consider(outlet.own)
-            self._serve(outlet, now, effects)
+            if later:
+                self._ask_turn(outlet, effects)
+            else:
+                self._serve(outlet, now, effects)
         except Exception as error:  # the others must get theirs all the same
             effects.append(Broken(outlet, error))
 
@@ -575,13 +587,17 @@ class Delivery:
             more = self._send(outlet, now, effects)
         if outlet.retained and not outlet.blocked and outgoing.rows < self._settings.retained_rows:
             more = True
-        if more and not outlet.turn_asked:
-            outlet.turn_asked = True
-            effects.append(NextTurn(outlet))
+        if more:
+            self._ask_turn(outlet, effects)
         if outlet.loan_news:
             effects.append(LoanNews(outlet))
         if outlet.waiting and outlet.reads < self._settings.reads_max:
             self._make_hungry(outlet)
+
+    def _ask_turn(self, outlet: Outlet, effects: list[DeliveryEffect]) -> None:
+        if not outlet.turn_asked:
+            outlet.turn_asked = True
+            effects.append(NextTurn(outlet))
 
     def _send(self, outlet: Outlet, now: float, effects: list[DeliveryEffect]) -> bool:
         """What the socket may be given in this turn, however many blocks come in it; whether that was used up."""

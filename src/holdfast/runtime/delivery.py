@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
@@ -35,6 +36,8 @@ from holdfast.sessions.rows import Rows
 logger = logging.getLogger("holdfast.delivery")
 
 READ_ROWS = 8192
+TURNS_AT_ONCE = 50
+"""So many outlets have their turn in one of the loop's."""
 REREAD_BYTES = 8 << 20
 """So much of what is in flight is fetched at a time."""
 READERS = 2
@@ -58,6 +61,9 @@ class DeliveryHost:
         self._shared_reads = SharedReads()
         self._shared_bytes_max = pending_bytes_max // 2
         self._loop = asyncio.get_running_loop()
+        self._turns: deque[Outlet] = deque()
+        """Who has more to be sent, or has not been sent anything of a block that many want."""
+        self._turning = False
         self._look_again = asyncio.Event()
         self._rounds = 0
         """How often the log's heads have been looked at and caught up with."""
@@ -116,12 +122,12 @@ class DeliveryHost:
             case dv.Fetch(reader, request, bytes_max):
                 self._fetch(reader, request, bytes_max)
             case dv.NextTurn(outlet):
-                self._loop.call_soon(self._turn, outlet)
+                self._ask_turn(outlet)
             case dv.LoanNews(outlet):
                 self.on_loan_news(outlet)
             case dv.AskClock(outlet):
                 self.ask_clock(outlet)
-                self._loop.call_soon(self._turn, outlet)
+                self._ask_turn(outlet)
             case dv.Follow():
                 self._look_again.set()
             case dv.Broken(outlet, error):
@@ -129,9 +135,23 @@ class DeliveryHost:
                 if (connection := self._connections.get(outlet)) is not None:
                     connection.close(Reason.UNSPECIFIED_ERROR)
 
-    def _turn(self, outlet: Outlet) -> None:
-        if outlet in self._connections:
-            self.handle(dv.Room(outlet))
+    def _ask_turn(self, outlet: Outlet) -> None:
+        self._turns.append(outlet)
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._take_turns)
+
+    def _take_turns(self) -> None:
+        """A few of those who wait: everybody may be among them, and others wait for the loop."""
+        try:
+            for _ in range(min(TURNS_AT_ONCE, len(self._turns))):
+                outlet = self._turns.popleft()
+                if outlet in self._connections:
+                    self.handle(dv.Room(outlet))
+        finally:
+            self._turning = bool(self._turns)
+            if self._turning:
+                self._loop.call_soon(self._take_turns)
 
     def _arm(self) -> None:
         if self._timer is not None:
