@@ -68,10 +68,14 @@ def check_filter(text: str) -> str:
     return text
 
 
+COMPILED_AFTER = 100
+"""A filter that is asked about more topics than this, one by one, becomes a regular expression."""
+
+
 class TopicFilter:
     """A validated filter, ready to be matched against many topics."""
 
-    __slots__ = ("_full", "exact", "prefix", "text")
+    __slots__ = ("_asked", "_full", "exact", "prefix", "text")
 
     def __init__(self, text: str):
         self.text = check_filter(text)
@@ -82,6 +86,7 @@ class TopicFilter:
         if text.endswith("/#"):
             self.prefix = self.prefix[:-1] if wild == len(text) - 1 else self.prefix
         self._full: Callable[[str], object] | None = self.text.__eq__ if self.exact else None
+        self._asked = 0
 
     @property
     def everything(self) -> bool:
@@ -97,12 +102,28 @@ class TopicFilter:
         return (self,)
 
     def _compiled(self) -> Callable[[str], object]:
-        """When it is first asked: this takes far longer than everything else about a filter."""
+        """This takes far longer than everything else about a filter, and more memory than the rest of a session."""
         self._full = re.compile(_regex(self.text), re.DOTALL).fullmatch
         return self._full
 
     def matches(self, topic: str) -> bool:
-        return bool((self._full or self._compiled())(topic))
+        if self._full is not None:
+            return bool(self._full(topic))
+        self._asked += 1
+        return bool(self._compiled()(topic)) if self._asked > COMPILED_AFTER else self._matches_by_level(topic)
+
+    def _matches_by_level(self, topic: str) -> bool:
+        if not topic.startswith(self.prefix):
+            return False
+        wanted, given = self.text.split("/"), topic.split("/")
+        if topic[:1] == "$" and wanted[0] in ("+", "#"):
+            return False
+        for at, level in enumerate(wanted):
+            if level == "#":
+                return True
+            if at >= len(given) or (level != "+" and level != given[at]):
+                return False
+        return len(given) == len(wanted)
 
     def matching(self, topics: Iterable[str]) -> list[int]:
         """Which of these match, by their place in the sequence."""

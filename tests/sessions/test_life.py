@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -501,7 +502,8 @@ def test_a_flush_is_one_row_every_five_seconds() -> None:
     node.content = Content(b"", b"1")
     for _ in range(3):
         assert node.do(Moved()) == []
-    assert node.life.deadline == 5.0
+    first = node.life.deadline
+    assert 0.0 < first <= 5.0
     node.node.renewed(4.0)
     (written,) = node.wait(5.0)
     assert (written.write.take, written.write.expected, written.write.row.seq) == (False, (1, 0), 1)
@@ -509,6 +511,15 @@ def test_a_flush_is_one_row_every_five_seconds() -> None:
     assert node.row.cursors == b"1"
     assert node.wait(1.0) == []
     assert node.table.written == 1
+    assert node.do(Moved()) == []
+    assert node.life.deadline == pytest.approx(first + 5.0), "always at the same moment of its own"
+
+
+def test_clients_that_move_at_once_are_flushed_one_after_the_other() -> None:
+    lives = [SessionLife(f"truck-{n}", here().node, lambda leaving: Content()) for n in range(1_000)]
+    moments = Counter(int(10 * life._next_flush(100.0)) for life in lives)
+    assert min(moments) >= 1_000 and max(moments) <= 1_050
+    assert max(moments.values()) < 50, "of 20 in each tenth of a second"
 
 
 def test_what_comes_during_a_write_is_in_the_next() -> None:

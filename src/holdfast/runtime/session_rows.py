@@ -20,7 +20,9 @@ from holdfast.sessions.table import RowWrite, SessionRow, SessionTable, Verdict
 
 logger = logging.getLogger("holdfast.sessions")
 
-ROWS_MAX = 500
+READ_ROWS = 500
+WRITE_ROWS = 100
+"""In one transaction, some 10 ms: publishers wait for it where a store has one writer."""
 ANSWERS_AT_ONCE = 25
 """So many who wait for a row are told in one turn of the loop."""
 AGAIN_SECONDS = 0.2
@@ -66,7 +68,7 @@ class SessionRows:
             asyncio.get_running_loop().call_soon(self._read)
 
     def _read(self) -> None:
-        some, self._reads = self._reads[:ROWS_MAX], self._reads[ROWS_MAX:]
+        some, self._reads = self._reads[:READ_ROWS], self._reads[READ_ROWS:]
         if not some or self._closed:
             self._reading = False
             return
@@ -128,7 +130,7 @@ class SessionRows:
             asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
-        some, self._writes = self._writes[:ROWS_MAX], self._writes[ROWS_MAX:]
+        some, self._writes = self._writes[:WRITE_ROWS], self._writes[WRITE_ROWS:]
         if not some or self._closed:
             self._writing = False
             return
@@ -191,7 +193,7 @@ class SessionRows:
             asyncio.get_running_loop().call_soon(self._release)
 
     def _release(self) -> None:
-        some, self._released = self._released[:ROWS_MAX], self._released[ROWS_MAX:]
+        some, self._released = self._released[:WRITE_ROWS], self._released[WRITE_ROWS:]
         if not some or self._closed:
             self._releasing = False
             return

@@ -34,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
+from zlib import crc32
 
 import msgspec
 
@@ -684,7 +685,12 @@ class SessionLife:
             return
         self._moved = True
         if self.state is State.HERE:
-            self._flush_at = now + self.node.settings.flush_secs
+            self._flush_at = self._next_flush(now)
+
+    def _next_flush(self, now: float) -> float:
+        """Each client has its own moment in every `flush_secs`: all may have moved at once, by one message to all."""
+        every = self.node.settings.flush_secs
+        return now + every - (now + crc32(self.client_id.encode("utf-8", "replace")) % 1009 / 1009 * every) % every
 
     def _write(self, pending: _Pending) -> None:
         self._pending = pending
