@@ -442,6 +442,25 @@ def test_a_delete_that_cannot_be_saved_has_not_happened() -> None:
     assert kinds(tick(machine, 2.0)) == ["Save", "Invalidate", "Answer", "Retire"]
 
 
+@pytest.mark.parametrize("outcome", [SaveFailed(), Saved()], ids=["failed", "saved"])
+def test_a_delete_that_is_not_saved_confirms_nothing_that_waited_before_it(outcome: Saved | SaveFailed) -> None:
+    """A delete that never lands leaves the group as the store has it, and there nobody's last words are."""
+    machine = leader(2)
+    accept(machine, join(machine, A, 1.0), 1.1)
+    machine.away = True
+    machine.handle(ask(SetPaused(False), "r1"), 1.2)
+    assert "Save" in kinds(tick(machine, 1.3))
+    machine.handle(LeaveGroup(A, home(A), GROUP, BORN, (Carried(piece(0), COURSE, Mark(4)),)), 1.3)
+    said: list[object] = machine.handle(ask(DeleteGroup(), "r2"), 1.3)
+    said += tick(machine, 1.35)  # the save of before is still under way
+    said += machine.handle(outcome, 1.4)
+    for now in (2.0, 4.0, 8.0, 16.0):
+        said += [*tick(machine, now), *machine.handle(SaveFailed(), now)]
+    assert set(kinds(said)) == {"Save"}, "until the delete is saved nobody is told anything"
+    machine.away = False
+    assert sorted(kinds(tick(machine, 60.0))) == ["Answer", "Answer", "LeftGroup", "Retire", "Save"]
+
+
 def test_a_delete_that_is_saved_while_the_lease_is_in_doubt_is_said_once_it_stands() -> None:
     machine = leader(1)
     accept(machine, join(machine, A, 1.0), 1.1)

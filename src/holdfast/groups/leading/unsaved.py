@@ -99,12 +99,16 @@ class Unsaved:
         self._change(None)
 
     def delete(self) -> None:
-        """The record is to be deleted, and with it whatever `save` is given."""
+        """The record is to be deleted, and with it whatever `save` is given.
+
+        What was not stored by then never will be, unless the group is really deleted: whatever waits, waits for that.
+        """
         self._deleting = True
         self._changed.clear()
         self._landed.clear()
         self._refused.clear()
         self._change(None)
+        self._waiting = [({None: self._changed[None]}, effect) for _, effect in self._waiting]
 
     def start_over(self) -> None:
         """What was done under the last course is worth nothing once the record of the new one is stored.
