@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,7 @@ class Front:
             connection,
             packet,
             client_id,
+            partial(self._check_rights, identity),
             lambda s, present: self._welcome(connection, packet, s, present, identity, assigned),
         )
 
@@ -263,8 +265,21 @@ class Front:
             if session is None or identity is None:
                 continue
             connection.handle(RightsChanged(self._publish_checker(identity), _expires_at(identity)))
-            if not all(self.auth.acl.may_subscribe(identity, text) for text in session.subscriptions.filters):
+            if not self._may_read(identity, session):
                 connection.close(Reason.NOT_AUTHORIZED)
+
+    def _check_rights(self, identity: Identity, session: Session) -> None:
+        """Whoever comes back to a session is given what it is subscribed to, so he must still be allowed all of it."""
+        if not self._may_read(identity, session):
+            raise PeerError("the session is subscribed to what you may not read", Reason.NOT_AUTHORIZED)
+
+    def _may_read(self, identity: Identity, session: Session) -> bool:
+        """All that the session is subscribed to, by itself and in groups."""
+        if not self.settings.auth.acl_file:
+            return True
+        subscriptions = session.subscriptions
+        shared = [subscription.matcher.text for subscription in subscriptions.shared.values()]
+        return all(self.auth.acl.may_subscribe(identity, text) for text in (*subscriptions.filters, *shared))
 
 
 def _expires_at(identity: Identity) -> float:

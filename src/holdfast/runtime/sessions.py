@@ -96,6 +96,8 @@ class Claim:
     token: str
     client_id: str
     connection: Connection
+    vet: Callable[[Session], None]
+    """A PeerError: its client may not have that session."""
     welcomed: Welcomed
     answer: asyncio.Future[bool]
     """Resolved when it is welcome (whether a session was present), a PeerError if it is refused."""
@@ -401,12 +403,19 @@ class Sessions:
         """One that nobody had before, on whatever node."""
         return f"{self._run}-{next(self._tokens):x}"
 
-    async def join(self, connection: Connection, packet: p.Connect, client_id: str, welcomed: Welcomed) -> None:
+    async def join(
+        self,
+        connection: Connection,
+        packet: p.Connect,
+        client_id: str,
+        vet: Callable[[Session], None],
+        welcomed: Welcomed,
+    ) -> None:
         """Returns once its client may be heard: welcome, and sent again what was in flight."""
         if len(self._claims) - len(self.connections) >= WAITING_MAX:
             raise PeerError("too many clients wait for the store", Reason.SERVER_BUSY)
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        claim = Claim(self._token(), client_id, connection, welcomed, answer)
+        claim = Claim(self._token(), client_id, connection, vet, welcomed, answer)
         self._claims[claim.token] = claim
         connection.claim = claim.token
         expiry = self.bounded_expiry(effective_expiry(packet))
@@ -455,6 +464,7 @@ class Sessions:
             return
         try:
             session = self._restore(welcome.row, welcome.previous)
+            claim.vet(session)
         except PeerError as error:
             # It is away as before: refused is not lost.
             self._events.append((claim.client_id, life.Gone(claim.token, goodbye=True)))
