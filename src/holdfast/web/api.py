@@ -18,7 +18,6 @@ from pydantic import BaseModel, Field
 from holdfast import ops
 from holdfast.auth.bans import REASON_CHARS_MAX, SECS_MAX, Ban
 from holdfast.auth.identity import Identity, Refusal, is_loopback
-from holdfast.cursors.cursor import Cursor
 from holdfast.errors import (
     Conflict,
     HoldfastError,
@@ -383,11 +382,6 @@ def _session(row: SessionRow) -> dict[str, Any]:
     }
 
 
-def _cursor(cursor: Cursor, head: int) -> dict[str, Any]:
-    """A stream that is done for good is done to its end, and to no further."""
-    return {"offset": min(cursor.offset, head - 1), "acked": cursor.acked, "epoch": cursor.epoch}
-
-
 def _session_whole(node: Node, row: SessionRow, session: Session) -> dict[str, Any]:
     heads = node.delivery.heads
     cursors = session.cursors(heads, heads)
@@ -398,7 +392,11 @@ def _session_whole(node: Node, row: SessionRow, session: Session) -> dict[str, A
             {
                 "filter": subscription.filter,
                 "qos": subscription.qos,
-                "cursors": {str(stream): _cursor(cursor, heads[stream]) for stream, cursor in mine.items()},
+                "cursors": {
+                    # A stream that is done for good is done to its end, and to no further.
+                    str(stream): {"offset": min(c.offset, heads[stream] - 1), "acked": c.acked, "epoch": c.epoch}
+                    for stream, c in mine.items()
+                },
                 "lag": sum(c.unacked_count(heads[stream]) for stream, c in mine.items()),
             }
         )
