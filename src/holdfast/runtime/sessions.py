@@ -475,7 +475,8 @@ class Sessions:
             self._groups.session_ended(claim.client_id)
         live.session, live.claim = session, claim
         self.connections[claim.client_id] = claim.connection
-        welcomed, claim.welcomed = claim.welcomed, _welcomed  # nor is the CONNECT kept for as long as it is connected
+        # Nor is the CONNECT kept for as long as it is connected.
+        welcomed, claim.welcomed, claim.vet = claim.welcomed, _welcomed, _vetted
         welcomed(session, welcome.session_present)
         if not claim.answer.done():
             claim.answer.set_result(welcome.session_present)
@@ -724,6 +725,9 @@ class Sessions:
 
 
 def _welcomed(session: Session, present: bool) -> None: ...
+
+
+def _vetted(session: Session) -> None: ...
 
 
 def _unknown(client_id: str) -> UnknownSession:
