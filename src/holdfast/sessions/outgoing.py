@@ -20,7 +20,7 @@ from holdfast.mqtt.properties import expiry_of, with_expiry
 from holdfast.sessions.positions import Positions
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.subscriptions import Route, Subscription, SubscriptionTable
-from holdfast.sessions.window import PACKET_ID_MAX, RELEASED, Delivery, Origin, Window
+from holdfast.sessions.window import NOBODY, PACKET_ID_MAX, RELEASED, Delivery, Origin, Window
 
 V5 = 5
 WHOLE_BLOCK = 4
@@ -73,6 +73,8 @@ class Outgoing:
         self._client_id = client_id
         self._subscriptions, self._positions, self._window = subscriptions, positions, window
         self._queue: deque[_Waiting] = deque()
+        self.repeats: deque[tuple[int, int, bytes]] = deque()
+        """What was in flight when the client came back, and is more than it takes at a time now: id, QoS, packet."""
         self.rows = 0
         self.bytes = 0
 
@@ -112,8 +114,10 @@ class Outgoing:
 
     def take(self, out: list[bytes], room: int, bytes_max: int, version: int, packet_max: int, now: float) -> int:
         """Turn waiting rows into packets, as many as the window and the bytes allow; how many bytes."""
-        taken = 0
         room = min(room, PACKET_ID_MAX)
+        taken = self._take_repeats(out, room, bytes_max)
+        if self.repeats:
+            return taken
         while self._queue and taken < bytes_max:
             waiting = self._queue[0]
             before = waiting.at
@@ -123,6 +127,16 @@ class Outgoing:
             if waiting.at < len(waiting.picks):
                 break
             self._queue.popleft()
+        return taken
+
+    def _take_repeats(self, out: list[bytes], room: int, bytes_max: int) -> int:
+        repeats, window, taken = self.repeats, self._window, 0
+        while repeats and taken < bytes_max and len(window) - len(repeats) < room:
+            packet_id, qos, packet = repeats.popleft()
+            delivery = window.get(packet_id)
+            if delivery is not None and delivery.qos == qos:  # or the client has answered it unasked
+                out.append(packet)
+                taken += len(packet)
         return taken
 
     def _encode(
@@ -275,6 +289,33 @@ class Outgoing:
                     waiting.feed.sending(offset)
         waiting.at = past
         return size
+
+    def repeat(
+        self,
+        packet_id: int,
+        delivery: Delivery,
+        found: tuple[Rows, int] | None,
+        version: int,
+        packet_max: int,
+        now: float,
+    ) -> bytes:
+        """A delivery as it goes out to a client that is back; empty: it does not, and its id is free.
+
+        What is larger than the client takes by now counts as sent, as MQTT says: it is passed over when it is read from
+        the log. A client that has half of a QoS 2 delivery would take another message under its id for the same one,
+        so it is told to release it.
+        """
+        if found is not None or delivery.qos == RELEASED:
+            rows, at = found or (None, 0)
+            packet = self.again(packet_id, delivery, rows, at, version, now)
+            if len(packet) <= packet_max:
+                return packet
+        if delivery.qos == 1:
+            self._window.drop(packet_id)
+            return b""
+        released = Delivery(NOBODY, 0, RELEASED)
+        self._window.restore(packet_id, released)
+        return self.again(packet_id, released, None, 0, version, now)
 
     def again(
         self,
