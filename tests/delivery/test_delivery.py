@@ -16,6 +16,7 @@ from holdfast.log.contract import Retained
 from holdfast.machine import TICK
 from holdfast.model import Batch, Stream
 from holdfast.mqtt import codec
+from holdfast.sessions.outgoing import Outgoing
 from holdfast.sessions.retained import RetainedMessages
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
@@ -257,14 +258,31 @@ def test_retained_messages_go_first_bit_by_bit_and_what_is_committed_meanwhile_f
     assert world.got[outlet] == [b"r"] * 1200 + [b"live"]
 
 
+def test_a_block_that_many_want_is_sent_to_a_few_at_a_time():
+    world = World()
+    serves_max = dv.DeliverySettings().serves_max
+    outlets = [world.client("t") for _ in range(serves_max + 50)]
+    world.commit("t", b"1")
+    assert sum(bool(world.got[outlet]) for outlet in outlets) == serves_max
+    assert world.turns == outlets[serves_max:]
+    world.commit("t", b"2")
+    assert len(world.turns) == 50, "whoever waits for its turn asks for it once"
+    world.settle()
+    assert all(world.got[outlet] == [b"1", b"2"] for outlet in outlets)
+
+
 def test_a_fault_in_one_outlet_is_its_own(monkeypatch: Any):
     world = World()
     one, two, three = world.client("t"), world.client("t"), world.client("t")
 
-    def broken(*_: Any, **__: Any) -> int:
-        raise ZeroDivisionError("planted")
+    take = Outgoing.take
 
-    monkeypatch.setattr(two.session.outgoing, "take", broken)
+    def broken(self: Outgoing, *given: Any) -> int:
+        if self is two.session.outgoing:
+            raise ZeroDivisionError("planted")
+        return take(self, *given)
+
+    monkeypatch.setattr(Outgoing, "take", broken)
     world.commit("t", b"1")
     assert world.got[one] == world.got[three] == [b"1"]
     assert [each.outlet for each in world.broken] == [two]

@@ -428,8 +428,47 @@ ConnectionEffect = (
 )
 
 
+NO_HOLDS: frozenset[Hold] = frozenset()
+_MOVES = {(a, b): f"{a.name} -> {b.name}" for a in State for b in State}
+
+
 class Connection:
     """The protocol's side of one socket."""
+
+    __slots__ = (
+        "_aliases",
+        "_at",
+        "_chunks",
+        "_close_at",
+        "_data",
+        "_effects",
+        "_ended",
+        "_expires_at",
+        "_explain",
+        "_goodbye_until",
+        "_inbound",
+        "_keep_alive_seconds",
+        "_last_seen",
+        "_long_way",
+        "_may_publish",
+        "_names",
+        "_needed",
+        "_out",
+        "_packet",
+        "_packet_max",
+        "_session_expiry",
+        "_settings",
+        "_shared_names",
+        "_socket_full",
+        "_unread",
+        "holds",
+        "moves",
+        "reading",
+        "state",
+        "under_way",
+        "version",
+        "waiting",
+    )
 
     def __init__(self, settings: ConnectionSettings, names: dict[bytes, str], now: float):
         self._settings = settings
@@ -439,7 +478,7 @@ class Connection:
         self.version = 0
         self.under_way = 0
         """QoS 1 and 2 publishes of the client that we have not answered yet."""
-        self.holds: set[Hold] = set()
+        self.holds = NO_HOLDS
         self._may_publish: Callable[[str], bool] | None = None
         self._inbound = Inbound()
         self._aliases: dict[int, str] = {}
@@ -619,12 +658,12 @@ class Connection:
     # ----------------------------------------------------------------------------------------- holding
 
     def _hold(self, hold: Hold) -> None:
-        self.holds.add(hold)
+        self.holds |= {hold}
 
     def _release(self, hold: Hold, now: float) -> None:
         if hold not in self.holds:
             return
-        self.holds.remove(hold)
+        self.holds = self.holds - {hold} or NO_HOLDS
         if hold is Hold.FROZEN:
             self._last_seen = now
         if self.holds or self.closed:
@@ -957,7 +996,7 @@ class Connection:
     def _move(self, to: State) -> None:
         if to is self.state is State.CLOSED:
             return
-        self.moves.append(f"{self.state.name} -> {to.name}")
+        self.moves.append(_MOVES[self.state, to])
         if to not in LEGAL[self.state]:
             raise BrokenInvariant(f"a connection may not go from {self.state.name} to {to.name}", self.moves)
         self.state = to

@@ -19,7 +19,7 @@ class Inbound:
         self.marks = dict(marks or {})
         """By packet id: which publish it is, as the store knows it."""
         self._stored = dict.fromkeys(self.marks, True)
-        self._freeing: set[int] = set()
+        self._freeing: dict[int, None] = {}
         """Released by the client, and still known to the store."""
         self._waiting: list[Callable[[], None]] = []
         self.born = born
@@ -79,10 +79,10 @@ class Inbound:
 
     def free(self, packet_id: int) -> None:
         """PUBREL: it is to be removed from the store."""
-        self._freeing.add(packet_id)
+        self._freeing[packet_id] = None
 
     def forget(self, packet_id: int) -> None:
         """It was released, and no store knows it any more."""
         self._stored.pop(packet_id, None)
-        self._freeing.discard(packet_id)
+        self._freeing.pop(packet_id, None)
         self._settled()

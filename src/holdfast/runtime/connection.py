@@ -35,6 +35,26 @@ WRITE_BYTES = 256 << 10
 
 
 class Connection(asyncio.Protocol):
+    __slots__ = (
+        "_armed",
+        "_front",
+        "_frozen",
+        "_full",
+        "_loop",
+        "_may_send",
+        "_shard",
+        "_shard_generation",
+        "_timer",
+        "claim",
+        "connected_at",
+        "identity",
+        "machine",
+        "outlet",
+        "secure",
+        "session",
+        "transport",
+    )
+
     def __init__(self, front: Front, secure: bool = False):
         self._front = front
         self._loop = asyncio.get_running_loop()

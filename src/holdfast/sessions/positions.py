@@ -37,6 +37,10 @@ class Gap:
     at: float
 
 
+NO_STREAMS: set[Stream] = set()
+"""Shared by all sessions that have nothing to be saved; never added to."""
+
+
 class StreamOrigin:
     """Deliveries of the session's own subscriptions, from one stream."""
 
@@ -88,7 +92,7 @@ class Positions:
         self.dup_below: Mapping[Stream, int] = {}
         """Messages below may have been sent before a crash: they go out marked as duplicates. May be shared."""
         self.done = CursorMap()
-        self.dirty: set[Stream] = set()
+        self.dirty: set[Stream] = NO_STREAMS
         """Streams that moved since `done` was last stored."""
         self.gaps: list[Gap] = []
         self._done_below = 0
@@ -97,14 +101,15 @@ class Positions:
 
     def take_dirty(self) -> set[Stream]:
         """Streams whose cursors are to be saved; whatever cannot be is put back."""
-        dirty, self.dirty = self.dirty, set()
+        dirty, self.dirty = self.dirty, NO_STREAMS
         return dirty
 
     def move(self, stream: Stream) -> None:
         """Something of it is to be saved."""
-        first = not self.dirty
-        self.dirty.add(stream)
-        if first:
+        if self.dirty:
+            self.dirty.add(stream)
+        else:
+            self.dirty = {stream}
             self.on_moved()
 
     def let_go(self) -> None:

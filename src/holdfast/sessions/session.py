@@ -33,6 +33,18 @@ NEVER = 0xFFFF_FFFF
 class Session:
     """The parts of one session, and what takes more than one of them."""
 
+    __slots__ = (
+        "attached",
+        "client_id",
+        "epoch",
+        "expiry_seconds",
+        "inbound",
+        "outgoing",
+        "positions",
+        "subscriptions",
+        "window",
+    )
+
     def __init__(self, client_id: str, expiry_seconds: int, epoch: int = 1):
         self.client_id = client_id
         self.expiry_seconds = expiry_seconds

@@ -57,6 +57,17 @@ class Route(NamedTuple):
 class SubscriptionTable:
     """The session's own filters; shared ones are in `shared`, and their progress is their groups' to keep."""
 
+    __slots__ = (
+        "_own",
+        "_routes",
+        "_wanted",
+        "length",
+        "next_number",
+        "only",
+        "packed",
+        "shared",
+    )
+
     def __init__(self) -> None:
         self._own: FilterTable[Subscription] = FilterTable()
         self.shared: dict[str, Subscription] = {}
