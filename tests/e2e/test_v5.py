@@ -20,6 +20,9 @@ PROPERTIES = {
     "UserProperty": [("a", "1"), ("b", "2"), ("a", "3")],
 }
 
+FOR_EVER = b"\x11\xff\xff\xff\xff"
+"""The session expiry of a CONNECT."""
+
 
 @pytest.fixture(params=["paho", "mqttjs"])
 def library(request: pytest.FixtureRequest) -> str:
@@ -180,6 +183,53 @@ def test_receive_maximum_bounds_what_is_unacknowledged(connect: Connect, name: s
         subscriber.ack(window.pop(0))
         window.append(subscriber.next())
         assert window[-1].text == str(n)
+
+
+def in_flight(node: Node, name: str, publisher: Client, payloads: list[bytes], qos: int) -> None:
+    """The session of a client that is gone, and has not answered these."""
+    with Raw(node.mqtt_port, V5) as raw:
+        raw.connect(name, properties=FOR_EVER)
+        raw.subscribe(name, qos)
+        for payload in payloads:
+            publisher.publish(name, payload, qos)
+        for _ in payloads:
+            raw.read_publish()
+
+
+def test_a_receive_maximum_that_is_smaller_on_return_bounds_what_comes_again(
+    node: Node, connect: Connect, name: str
+) -> None:
+    publisher = connect(f"{name}-pub")
+    in_flight(node, name, publisher, [b"0", b"1", b"2", b"3", b"4"], 1)
+    publisher.publish(name, b"5", 1)
+    with Raw(node.mqtt_port, V5) as raw:
+        raw.connect(name, clean=False, properties=FOR_EVER + b"\x21\0\x02")
+        (first, pid, payload), second = raw.read_publish(), raw.read_publish()
+        found = [(first, payload), second[::2]]
+        waiting = [pid, second[1]]
+        for _ in range(4):
+            raw.subscribe(f"{name}/barrier")  # its answer comes after whatever else was on its way
+            raw.send(0x40, waiting.pop(0).to_bytes(2, "big"))
+            first, pid, payload = raw.read_publish()
+            found.append((first, payload))
+            waiting.append(pid)
+    assert found == [(0x3A, b"%d" % n) for n in range(5)] + [(0x32, b"5")]
+
+
+@pytest.mark.parametrize("qos", [1, 2])
+def test_what_is_too_large_for_a_client_on_its_return_does_not_hold_up_the_rest(
+    node: Node, connect: Connect, name: str, qos: int
+) -> None:
+    publisher = connect(f"{name}-pub")
+    in_flight(node, name, publisher, [b"x" * 1000], qos)
+    publisher.publish(name, b"next", qos)
+    with Raw(node.mqtt_port, V5) as raw:
+        raw.connect(name, clean=False, properties=FOR_EVER + b"\x21\0\x01" + b"\x27\0\0\x01\xf4")
+        if qos == 2:
+            first, pid = raw.read()
+            assert first == 0x62, "the client may have half of it"
+            raw.send(0x70, pid)
+        assert raw.read_publish()[2] == b"next"
 
 
 def test_the_servers_receive_maximum_lets_a_client_through_that_keeps_it(connect: Connect, name: str) -> None:

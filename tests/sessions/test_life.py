@@ -522,6 +522,12 @@ def test_clients_that_move_at_once_are_flushed_one_after_the_other() -> None:
     assert max(moments.values()) < 50, "of 20 in each tenth of a second"
 
 
+def test_without_a_time_to_wait_a_flush_is_due_at_once() -> None:
+    settings = LifeSettings(flush_secs=0.0)
+    node = SessionNode("n", here().node.clock, settings, here().node.filters_of)
+    assert SessionLife("truck", node, lambda leaving: Content())._next_flush(7.0) == 7.0
+
+
 def test_what_comes_during_a_write_is_in_the_next() -> None:
     node = here()
     node.content = Content(b"a")

@@ -475,6 +475,45 @@ def test_under_way_comes_again_as_it_was_with_dup_and_its_id():
     assert (old.topic, old.payload, old.dup, old.packet_id) == ("t", b"0", True, 1)
 
 
+def test_what_a_returning_client_takes_no_more_counts_as_sent_and_frees_its_id():
+    session = subscribed(Subscription("#", 2))
+    block = rows(0, ["t", "t"], flags=[1, 2], payloads=[b"x" * 1000] * 2)
+    offer(session, block)
+    sent(session)
+    one, two = [delivery for _, delivery in session.window]
+    assert session.outgoing.repeat(1, one, (block, 0), V5, 500, 0.0) == b""
+    assert session.outgoing.repeat(2, two, (block, 1), V5, 500, 0.0) == b"\x62\x02\x00\x02"
+    assert list(session.window) == [(2, Delivery(NOBODY, 0, RELEASED))]
+
+
+def test_a_returning_client_that_takes_fewer_at_a_time_is_given_the_rest_as_it_answers():
+    session = subscribed("#")
+    block = rows(0, ["t"] * 3)
+    offer(session, block)
+    sent(session)
+    for at, (packet_id, delivery) in enumerate(list(session.window)[1:], 1):
+        packet = session.outgoing.repeat(packet_id, delivery, (block, at), V5, NO_LIMIT, 0.0)
+        session.outgoing.repeats.append((packet_id, delivery.qos, packet))
+    offer(session, rows(3, ["t"]))
+    assert sent(session, room=1) == []
+    for packet_id, dup in ((2, True), (3, True), (4, False)):
+        session.window.puback([packet_id - 1])
+        (one,) = sent(session, room=1)
+        assert (one.packet_id, one.dup) == (packet_id, dup)
+
+
+def test_what_is_answered_before_it_was_sent_again_is_not_sent_again():
+    session = subscribed("#")
+    block = rows(0, ["t"] * 2)
+    offer(session, block)
+    sent(session)
+    delivery = session.window.get(2)
+    packet = session.outgoing.repeat(2, delivery, (block, 1), V5, NO_LIMIT, 0.0)
+    session.outgoing.repeats.append((2, 1, packet))
+    session.window.puback([1, 2])
+    assert sent(session, room=1) == [] and not session.outgoing.repeats
+
+
 def test_what_has_expired_or_is_no_longer_wanted_still_comes_again_under_its_id():
     session = subscribed("#")
     block = rows(0, ["t"], properties=[properties.encode({"message_expiry": 1})])

@@ -580,7 +580,7 @@ class Delivery:
         outgoing, more = outlet.session.outgoing, False
         if outlet.retained and not outlet.blocked and outgoing.rows < self._settings.retained_rows:
             self._take_retained(outlet, now)
-        if outgoing.rows and not outlet.blocked:
+        if (outgoing.rows or outgoing.repeats) and not outlet.blocked:
             if outlet.agent is not None and outlet.agent.deadline <= now:
                 effects.append(AskClock(outlet))
                 return

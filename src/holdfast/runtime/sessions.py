@@ -52,7 +52,7 @@ from holdfast.sessions.stored import RetainedBefore, content_of, filters_of, res
 from holdfast.sessions.subscriptions import Subscription
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
 from holdfast.sessions.trimmed import Policy
-from holdfast.sessions.window import NOBODY, RELEASED, Delivery
+from holdfast.sessions.window import RELEASED, Delivery
 from holdfast.settings import SessionSettings
 
 logger = logging.getLogger("holdfast.sessions")
@@ -521,7 +521,8 @@ class Sessions:
 
     async def _send_again(self, connection: Connection, session: Session) -> None:
         """What was sent and not acknowledged goes out again, in the order it was sent, before anything new."""
-        flights = session.in_flight()
+        flights, outgoing, given = session.in_flight(), session.outgoing, 0
+        outgoing.repeats.clear()
         for at in range(0, len(flights), AGAIN_AT_ONCE):
             some = flights[at : at + AGAIN_AT_ONCE]
             found = await self._fetch(some)
@@ -533,17 +534,16 @@ class Sessions:
                 return
             out, now = [], time.time()
             for packet_id, delivery in some:
-                if packet_id not in found and delivery.qos == 1:
-                    session.window.drop(packet_id)  # nobody has it any more
+                packet = outgoing.repeat(
+                    packet_id, delivery, found.get(packet_id), connection.version, outlet.packet_max, now
+                )
+                if not packet:
                     continue
-                if packet_id not in found:
-                    # A client that has half of it would take another message under this id for the same one.
-                    delivery = Delivery(NOBODY, 0, RELEASED)
-                    session.window.restore(packet_id, delivery)
-                rows, row = found.get(packet_id, (None, 0))
-                packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, now)
-                if len(packet) <= outlet.packet_max:
+                if given < outlet.window_max:
                     out.append(packet)
+                    given += 1
+                elif (kept := session.window.get(packet_id)) is not None:
+                    outgoing.repeats.append((packet_id, kept.qos, packet))
             connection.handle(mc.Say(b"".join(out)))
 
     async def _fetch(self, flights: list[tuple[int, Delivery]]) -> dict[int, tuple[Rows, int]]:

@@ -690,6 +690,8 @@ class SessionLife:
     def _next_flush(self, now: float) -> float:
         """Each client has its own moment in every `flush_secs`: all may have moved at once, by one message to all."""
         every = self.node.settings.flush_secs
+        if not every:
+            return now
         return now + every - (now + crc32(self.client_id.encode("utf-8", "replace")) % 1009 / 1009 * every) % every
 
     def _write(self, pending: _Pending) -> None:

@@ -19,7 +19,7 @@ from holdfast.mqtt.properties import expiry_of, with_expiry
 from holdfast.sessions.positions import Positions
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.subscriptions import Route, Subscription, SubscriptionTable
-from holdfast.sessions.window import PACKET_ID_MAX, RELEASED, Delivery, Origin, Window
+from holdfast.sessions.window import NOBODY, PACKET_ID_MAX, RELEASED, Delivery, Origin, Window
 
 V5 = 5
 WHOLE_BLOCK = 4
@@ -68,21 +68,15 @@ class _Waiting:
 class Outgoing:
     """The queue of one session."""
 
-    __slots__ = (
-        "_client_id",
-        "_positions",
-        "_queue",
-        "_subscriptions",
-        "_window",
-        "bytes",
-        "rows",
-    )
+    __slots__ = ("_client_id", "_positions", "_queue", "_subscriptions", "_window", "bytes", "repeats", "rows")
 
     def __init__(self, client_id: str, subscriptions: SubscriptionTable, positions: Positions, window: Window):
         self._client_id = client_id
         self._subscriptions, self._positions, self._window = subscriptions, positions, window
         self._queue: list[_Waiting] = []
         """Few: whoever has much waiting is read for from the log. Empty it takes a tenth of what a deque does."""
+        self.repeats: list[tuple[int, int, bytes]] = []
+        """What was in flight when the client came back, and is more than it takes at a time now: id, QoS, packet."""
         self.rows = 0
         self.bytes = 0
 
@@ -122,8 +116,10 @@ class Outgoing:
 
     def take(self, out: list[bytes], room: int, bytes_max: int, version: int, packet_max: int, now: float) -> int:
         """Turn waiting rows into packets, as many as the window and the bytes allow; how many bytes."""
-        taken = 0
         room = min(room, PACKET_ID_MAX)
+        taken = self._take_repeats(out, room, bytes_max)
+        if self.repeats:
+            return taken
         while self._queue and taken < bytes_max:
             waiting = self._queue[0]
             before = waiting.at
@@ -133,6 +129,18 @@ class Outgoing:
             if waiting.at < len(waiting.picks):
                 break
             self._queue.pop(0)
+        return taken
+
+    def _take_repeats(self, out: list[bytes], room: int, bytes_max: int) -> int:
+        repeats, window, taken, count = self.repeats, self._window, 0, 0
+        while count < len(repeats) and taken < bytes_max and len(window) - len(repeats) + count < room:
+            packet_id, qos, packet = repeats[count]
+            count += 1
+            delivery = window.get(packet_id)
+            if delivery is not None and delivery.qos == qos:  # or the client has answered it unasked
+                out.append(packet)
+                taken += len(packet)
+        del repeats[:count]
         return taken
 
     def _encode(
@@ -285,6 +293,33 @@ class Outgoing:
                     waiting.feed.sending(offset)
         waiting.at = past
         return size
+
+    def repeat(
+        self,
+        packet_id: int,
+        delivery: Delivery,
+        found: tuple[Rows, int] | None,
+        version: int,
+        packet_max: int,
+        now: float,
+    ) -> bytes:
+        """A delivery as it goes out to a client that is back; empty: it does not, and its id is free.
+
+        What is larger than the client takes by now counts as sent, as MQTT says: it is passed over when it is read from
+        the log. A client that has half of a QoS 2 delivery would take another message under its id for the same one,
+        so it is told to release it.
+        """
+        if found is not None or delivery.qos == RELEASED:
+            rows, at = found or (None, 0)
+            packet = self.again(packet_id, delivery, rows, at, version, now)
+            if len(packet) <= packet_max:
+                return packet
+        if delivery.qos == 1:
+            self._window.drop(packet_id)
+            return b""
+        released = Delivery(NOBODY, 0, RELEASED)
+        self._window.restore(packet_id, released)
+        return self.again(packet_id, released, None, 0, version, now)
 
     def again(
         self,

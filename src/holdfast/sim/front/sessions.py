@@ -30,7 +30,7 @@ from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import NEVER, Session
 from holdfast.sessions.stored import RetainedBefore, content_of, filters_of, restore
 from holdfast.sessions.table import RowWrite, SessionRow, StoredWill
-from holdfast.sessions.window import NOBODY, RELEASED, Delivery
+from holdfast.sessions.window import RELEASED, Delivery
 from holdfast.sim.front.disk import StoreDown, rows_at
 from holdfast.sim.front.world import Pending, Work
 
@@ -337,6 +337,8 @@ class SimSessions:
     def _send_again(self, connection: SimConnection, session: Session) -> Work:
         """What was sent and not acknowledged goes out again, in the order it was sent, before anything new."""
         flights, truth = session.in_flight(), self.front.truth
+        outgoing, given = session.outgoing, 0
+        outgoing.repeats.clear()
         for at in range(0, len(flights), AGAIN_AT_ONCE):
             some = flights[at : at + AGAIN_AT_ONCE]
             found = yield from self._fetch(some)
@@ -345,18 +347,20 @@ class SimSessions:
                 return
             out = []
             for packet_id, delivery in some:
-                if packet_id not in found and delivery.qos == 1:
-                    session.window.drop(packet_id)  # nobody has it any more
+                packet = outgoing.repeat(
+                    packet_id, delivery, found.get(packet_id), connection.version, outlet.packet_max, self.world.now
+                )
+                kept = session.window.get(packet_id)
+                if kept is None:
                     truth.dropped(session.client_id, packet_id)
                     continue
-                if packet_id not in found and delivery.qos != RELEASED:
+                if kept.qos == RELEASED != delivery.qos:
                     truth.released(session.client_id, packet_id)
-                    delivery = Delivery(NOBODY, 0, RELEASED)
-                    session.window.restore(packet_id, delivery)
-                rows, row = found.get(packet_id, (None, 0))
-                packet = session.outgoing.again(packet_id, delivery, rows, row, connection.version, self.world.now)
-                if len(packet) <= outlet.packet_max:
+                if given < outlet.window_max:
                     out.append(packet)
+                    given += 1
+                else:
+                    outgoing.repeats.append((packet_id, kept.qos, packet))
             truth.wrote(outlet, b"".join(out), again=True)
             connection.handle(Say(b"".join(out)))
 
