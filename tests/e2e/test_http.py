@@ -12,6 +12,7 @@ import holdfast
 from e2e.clients import V5, Dial, PahoClient
 from e2e.conftest import Connect, durable
 from node import Node
+from processes import wait_for
 
 
 @pytest.mark.parametrize("qos", [0, 1, 2])
@@ -104,10 +105,13 @@ def test_no_cursor_is_shown_beyond_the_end_of_its_stream(tmp_path: Path, name: s
         client.disconnect()
         with holdfast.open(f"sqlite:///{node.folder}/data/holdfast.db") as log:
             ends = {str(head.stream): head.next_offset for head in log.heads("messages")}
-        (subscription,) = node.get(f"/api/v1/sessions/{name}")["subscriptions"]
-        assert subscription["cursors"].keys() == ends.keys()
-        for stream, cursor in subscription["cursors"].items():
-            assert cursor["offset"] == ends[stream] - 1, stream
+
+        def shown() -> dict[str, int]:
+            (subscription,) = node.get(f"/api/v1/sessions/{name}")["subscriptions"]
+            return {stream: cursor["offset"] for stream, cursor in subscription["cursors"].items()}
+
+        wait_for(lambda: shown().keys() == ends.keys(), what="the node to see the new generation")
+        assert shown() == {stream: end - 1 for stream, end in ends.items()}
 
 
 def test_health_and_metrics_answer(node: Node) -> None:
