@@ -17,7 +17,7 @@ from processes import wait_for
 NOT_AUTHORIZED = 0x87
 AN_HOUR = b"\x11\x00\x00\x0e\x10"
 """The session stays as long when its client goes."""
-OPEN, CLOSED = "anyone\nallow all #\n", "anyone\ndeny subscribe work/#\nallow all #\n"
+OPEN, CLOSED = "anyone\nallow all #\n", "anyone\ndeny subscribe jobs/#\nallow all #\n"
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def answer(node: Node) -> int:
         return raw.connect("reader", clean=False, properties=AN_HOUR)[1]
 
 
-@pytest.mark.parametrize("wanted", ["work/#", "$share/g/work/#", "$queue/g/work/#"])
+@pytest.mark.parametrize("wanted", ["jobs/#", "$share/g/jobs/#", "$queue/g/jobs/#"])
 def test_who_may_no_longer_read_is_sent_away_and_let_in_to_its_session_when_it_may_again(
     node: Node, rules: Path, wanted: str
 ) -> None:
@@ -57,11 +57,11 @@ def test_who_may_no_longer_read_is_sent_away_and_let_in_to_its_session_when_it_m
 
     with Publisher(node.mqtt_port, "p", 2) as publisher:
         with come(wanted) as reader:
-            ledger.await_acked(publisher.publish("work/1", 10))
+            ledger.await_acked(publisher.publish("jobs/1", 10))
             rewrite(rules, CLOSED)
             assert reader.closed_by_server.wait(20)
             assert reader.reason == NOT_AUTHORIZED
-        sent = publisher.publish("work/1", 10)
+        sent = publisher.publish("jobs/1", 10)
         assert answer(node) == NOT_AUTHORIZED
         assert not ledger.given.keys() & set(sent)
         rewrite(rules, OPEN)

@@ -26,6 +26,7 @@ from holdfast.log.contract import NotTaken, ReceivedId, Retained
 from holdfast.model import LOG, RETAIN, Batch, now_micros
 from holdfast.mqtt.fastpath import Inbox
 from holdfast.mqtt.inbound import Inbound
+from holdfast.sessions.receiving import Receiving
 
 
 class Publisher(Protocol):
@@ -93,19 +94,6 @@ class _Shard:
         for column in columns:
             if column is not None:
                 column[:] = [value for at, value in enumerate(column) if at not in rows]
-
-
-class Receiving(NamedTuple):
-    """A QoS 2 publish on its way to the log, as its session knows it."""
-
-    client_id: str
-    inbound: Inbound
-    packet_id: int
-    mark: int
-
-    def id(self) -> ReceivedId:
-        """Under the epoch that its session is served under by now: while it waited, its client may have come back."""
-        return ReceivedId(self.client_id, self.inbound.born, self.packet_id, self.mark, self.inbound.epoch)
 
 
 class Taken(NamedTuple):

@@ -15,10 +15,10 @@ from holdfast.mqtt import connection as mc
 from holdfast.mqtt import packets as p
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox
 from holdfast.mqtt.reasons import Reason
+from holdfast.sessions.receiving import Receiving
 from holdfast.sessions.session import Session
 from holdfast.sessions.window import Pubrec
 from holdfast.sim.front.disk import Row
-from holdfast.sim.front.ingest import Receiving
 from holdfast.sim.front.sockets import Socket
 from holdfast.sim.front.world import Work
 

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from holdfast.log.contract import NotTaken, ReceivedId
 from holdfast.mqtt.fastpath import Inbox
-from holdfast.mqtt.inbound import Inbound
+from holdfast.sessions.receiving import Receiving
 from holdfast.sim.front.disk import Block, Disk, Row, StoreDown
 from holdfast.sim.front.world import Life, Pending, Work, World
 
 if TYPE_CHECKING:
     from holdfast.sim.front.connection import SimConnection
-
-
-class Receiving(NamedTuple):
-    """A QoS 2 publish on its way to the log."""
-
-    client_id: str
-    inbound: Inbound
-    packet_id: int
-    mark: int
-    """The number of its row."""
-
-    def id(self) -> ReceivedId:
-        return ReceivedId(self.client_id, self.inbound.born, self.packet_id, self.mark, self.inbound.epoch)
 
 
 class OpenBatch:
