@@ -1,4 +1,4 @@
-"""An ended delivery as a message of the log `deliveries`: small, because there is one for every vehicle of every campaign."""
+"""An ended delivery as a message of the log `deliveries`: small, there is one per vehicle and campaign."""
 
 from __future__ import annotations
 

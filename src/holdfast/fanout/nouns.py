@@ -23,7 +23,7 @@ SEQ_MAX = (1 << SEQ_BITS) - 1
 
 
 def place_of(priority: int, seq: int) -> int:
-    """Where a batch's deliveries stand in every vehicle's queue: the lower goes first, higher priorities before others."""
+    """Where a batch's deliveries stand in every vehicle's queue: the lowest goes first, priority before age."""
     return (LANES - 1 - priority) << SEQ_BITS | seq
 
 

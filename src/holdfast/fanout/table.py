@@ -1,12 +1,12 @@
 """What a store keeps of fan-out, and the seam a store implements.
 
-Every change of a delivery names the state it was seen in and has a verdict of its own; a refusal never fails the others.
-A delivery that ends leaves its table, is counted, and becomes a message of the log `deliveries`, in one transaction.
+Every change of a delivery names the state it was seen in and has its own verdict; a refusal never fails the others. A
+delivery that ends leaves its table, is counted, and becomes a message of the log `deliveries`, in one transaction.
 `tests/contract/test_fanout.py` asks every store for this.
 
-    add ──▶ batch and parts (appended as they are) ──merge_step──▶ waiting rows, by vehicle ──commit──▶ in flight ──▶ end
+    add ──▶ batch and parts (as they are) ──merge_step──▶ waiting rows, by vehicle ──commit──▶ in flight ──▶ end
 
-Parts are kept until their campaign is closed: they say which vehicles a batch was for, without an index over what waits.
+Parts are kept until their campaign is closed: they say whom a batch was for, without an index over what waits.
 """
 
 from __future__ import annotations
@@ -236,10 +236,10 @@ class FanoutTable(Protocol):
     def merge_step(self, step: MergeStep) -> Merged | None:
         """One transaction. None: the run is not where the caller believes; look again with `unmerged`.
 
-        A row is not made for a VIN that waits, is in flight, awaits a result or has ended in its campaign already. If an
-        earlier campaign of the same request id has something waiting for the VIN, that ends as superseded
-        (replace), stays (append), or the new one is not made (ignore). In a campaign that was cancelled meanwhile, the new
-        ones end as cancelled at once.
+        A row is not made for a VIN that waits, is in flight, awaits a result or has ended in its campaign already. If
+        an earlier campaign of the same request id has something waiting for the VIN, that ends as superseded (replace),
+        stays (append), or the new one is not made (ignore). In a campaign that was cancelled meanwhile, the new ones
+        end as cancelled at once.
         """
 
     # -- dispatch --------------------------------------------------------------------------------------------
@@ -307,14 +307,14 @@ class FanoutTable(Protocol):
     def retry(self, campaign: int, vins: Sequence[str]) -> list[str]:
         """Those of these VINs (PART_IDS_MAX at most) that have ended without being acked wait again; which ones.
 
-        They are new deliveries: batches of their own (one for each payload), merged, with the priority they had and without
-        expiry. RequestError if the campaign is cancelled or closed.
+        They are new deliveries: batches of their own (one for each payload), merged, with the priority they had and
+        without expiry. RequestError if the campaign is cancelled or closed.
         """
 
     # -- one keeper ------------------------------------------------------------------------------------------
 
     def keep(self, node: str, seconds: float) -> int | None:
-        """Become or stay the keeper for so long: its epoch, which grows with every change of hands; None: another is."""
+        """Become or stay the keeper for so long: its epoch, greater with every change of hands; None: another is."""
 
     # -- collection ------------------------------------------------------------------------------------------
 
