@@ -138,6 +138,8 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_sec: float | None = None
     in_flight_max: int | None = None
     awaits_result: bool = False
+    replaces: bool = True
+    """What waits of earlier campaigns with its request id is superseded by it."""
     version: int = 0
     """One more with every change."""
     settings: bytes = b""

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import inf
 from typing import NamedTuple, Protocol
 
-from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, State, Waiting
+from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, Sent, State, Waiting
 
 PART_IDS_MAX = 5_000
 """So many vehicles in one part; a batch has as many parts as it takes."""
@@ -122,11 +122,13 @@ class Adopt(NamedTuple):
 
 
 class Return(NamedTuple):
-    """In flight → waiting, at its old place, with `sent` as it was."""
+    """In flight → waiting, at its old place."""
 
     seen: InFlight
     attempts: int
     not_before: float = 0.0
+    sent: Sent | None = None
+    """As what the vehicle may still hold it; None: it is done with that attempt."""
 
 
 class Await(NamedTuple):
