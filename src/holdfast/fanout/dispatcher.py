@@ -516,7 +516,7 @@ class Dispatcher:
         ):
             slot.flight = seen
             self._return(slot, seen.attempts)  # and then it is looked at like any other
-        elif seen.sent.client_id == vehicle.client_id and seen.sent.born == vehicle.born:
+        elif vehicle.has(seen.sent) or seen.epoch == vehicle.epoch:
             slot.flight = self._flight(seen, vehicle, seen.sent.packet_id, event.store_now)
             slot.campaign, slot.lost, slot.rest = campaign, False, True
             slot.dup = seen.epoch != vehicle.epoch
