@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.errors import RequestError
 from holdfast.fanout.history import Ended
-from holdfast.fanout.nouns import Awaiting, End, InFlight, Sent, State, Waiting, ticket_of
+from holdfast.fanout.nouns import Awaiting, Counts, End, InFlight, Sent, State, Waiting, ticket_of
 from holdfast.fanout.table import Adopt, Await, Begin, Change, Finish, Merged, Return, Verdict
 
 WAITING, IN_FLIGHT, AWAITING = range(3)
@@ -350,6 +350,13 @@ def merge(rows: Iterable[tuple[str, int]], parts: Mapping[int, MergedPart], ther
         waiting.setdefault(vin, []).append(row)
         vins.append(vin)
     return Merged(list(dict.fromkeys(vins)), repeated)
+
+
+_NAMES = tuple(field.name for field in msgspec.structs.fields(Counts))
+
+
+def counts_of(row: Iterable[int]) -> Counts:
+    return Counts(**dict(zip(_NAMES, row, strict=True)))
 
 
 # -- as it is stored, and as it is seen ------------------------------------------------------------------

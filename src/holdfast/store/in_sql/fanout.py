@@ -63,6 +63,7 @@ from holdfast.store.fanout_changes import (
     Overlap,
     WaitingRow,
     check_changes,
+    counts_of,
     decide,
     in_flight_of,
     merge,
@@ -526,7 +527,7 @@ class SqlFanoutTable(ABC):
             return {}
         where, given = self._ints("campaign", ids)
         sql = f"select campaign, {_SUMS} from fanout_counts where {where} group by campaign"
-        return {row[0]: Counts(**dict(zip(COUNTED, map(int, row[1:]), strict=True))) for row in self._rows(sql, given)}
+        return {row[0]: counts_of(map(int, row[1:])) for row in self._rows(sql, given)}
 
     def repeated(self, campaign: int) -> int:
         sql = "select coalesce(sum(repeated), 0) from fanout_counts where campaign = ?"

@@ -52,6 +52,7 @@ from holdfast.store.fanout_changes import (
     Overlap,
     WaitingRow,
     check_changes,
+    counts_of,
     decide,
     in_flight_of,
     merge,
@@ -418,7 +419,7 @@ class MemoryFanoutTable:
 
     def counts(self, ids: Collection[int]) -> dict[int, Counts]:
         with self._backend.lock:
-            return {id_: Counts(*self._state.counts[id_]) for id_ in ids if id_ in self._state.counts}
+            return {id_: counts_of(self._state.counts[id_]) for id_ in ids if id_ in self._state.counts}
 
     def repeated(self, campaign: int) -> int:
         with self._backend.lock:
