@@ -25,6 +25,7 @@ EVERYBODY = (1 << 32) - 1
 RAMP_FROM = 1.0
 """A ramp begins with so many a second."""
 RAMP_STEPS = 20
+BUSY_NOTED_SECS = 60.0
 
 LEGAL: dict[State, set[State]] = {
     State.RUNNING: {State.PAUSED, State.CANCELLED, State.CLOSED},
@@ -51,6 +52,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When its threshold was reached."""
     advance: bool = False
     """An operator wants the next wave whatever the counts are."""
+    busy_at: float = 0.0
+    """When something was last known to be under way, to the minute."""
     ends_as: str = ""
     """How what waits ends when it is cancelled; empty: cancelled."""
     options: CampaignOptions | None = None
@@ -205,6 +208,12 @@ class CampaignControl:
         start_at = self._options.start_at
         return start_at is None or parse_time("start_at", start_at) <= now
 
+    def _is_over(self, counts: Counts, now: float) -> bool:
+        """Nothing is to come: no batch, and nobody who wants those that failed to be tried again."""
+        if not self.campaign.open and counts.acked == counts.targets:
+            return True
+        return now - max(self.campaign.batch_at, self._memory.busy_at) >= self._idle_secs
+
     # -- looking ---------------------------------------------------------------------------------------------
 
     def _look(self, counts: Counts, now: float, effects: list[Effect]) -> None:
@@ -219,6 +228,8 @@ class CampaignControl:
                 self._move(State.CLOSED, campaign.reason)
             return
         ended = counts.targets - counts.under_way
+        if counts.under_way and now - self._memory.busy_at >= BUSY_NOTED_SECS:
+            self._remember(busy_at=now)
         if options.end_at is not None and parse_time("end_at", options.end_at) <= now:
             self._remember(ends_as="expired")
             self._move(State.CANCELLED, f"its end has come: {options.end_at}")
@@ -228,9 +239,8 @@ class CampaignControl:
                 State.CANCELLED, f"{counts.failed} of {ended} failed: more than {options.abort_failed_percent} %"
             )
             effects.append(EndWaiting())
-        elif not counts.under_way and (not campaign.open or now - campaign.batch_at >= self._idle_secs):
-            idle = f"nothing to do for {self._idle_secs:.0f} s" if campaign.open else "every delivery has ended"
-            self._move(State.CLOSED, idle)
+        elif not counts.under_way and self._is_over(counts, now):
+            self._move(State.CLOSED, "every delivery has ended")
         elif campaign.waved and campaign.state is State.RUNNING and self._begun(now):
             self._look_at_waves(counts, ended, now, effects)
 

@@ -287,5 +287,6 @@ def first_state(options: CampaignOptions, resend: str, now: float) -> Campaign:
         in_flight_max=options.in_flight_max,
         awaits_result=options.result,
         replaces=resend == "replace",
+        settings=_settings(options),
         reason="paused from the beginning" if options.paused else "",
     )

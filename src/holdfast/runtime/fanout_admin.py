@@ -167,9 +167,9 @@ class FanoutAdmin:
 
     async def _known(self, vin: str) -> Known:
         in_flight, waiting, awaiting = await self._host.ask(self._table.vehicle, vin)
-        of = {one.campaign for one in (*waiting, *awaiting)} | (
-            {in_flight.campaign} if in_flight is not None else set()
-        )
+        of = {one.campaign for one in waiting} | {one.campaign for one in awaiting}
+        if in_flight is not None:
+            of.add(in_flight.campaign)
         campaigns = await self._host.ask(self._table.campaigns, of) if of else {}
         vehicle = self._host.vehicle(vin)
         rows = await self._host.ask(self._sessions.read, [vin])
