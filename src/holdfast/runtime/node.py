@@ -27,6 +27,7 @@ from holdfast.runtime.cursor_copies import CursorCopies
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.drain import DrainHost
 from holdfast.runtime.fanout import FanoutHost
+from holdfast.runtime.fanout_admin import FanoutAdmin
 from holdfast.runtime.fanout_intake import PREFIX as FANOUT
 from holdfast.runtime.fanout_intake import FanoutIntake
 from holdfast.runtime.fanout_keeper import FanoutKeeper
@@ -151,6 +152,7 @@ class Node:
             self.fanout_intake.look_for_unmerged,
             self._tell_nodes,
         )
+        self.fanout_admin = FanoutAdmin(self.fanout, self.fanout_keeper, self.log, self.rows.table)
         self.groups.register("fanout", self.fanout_keeper.deliver)
         self.control.register(FANOUT, self.fanout_intake)
         if settings.metadata:
