@@ -133,7 +133,26 @@ class Unsendable:
     reason: str
 
 
-Event = Online | Offline | Triggered | LookedUp | LookUpFailed | Committed | CommitFailed | Acked | Unsendable | Tick
+@dataclass(frozen=True, slots=True)
+class Resulted:
+    """The vehicle has said how it went before it has acknowledged it, which is stored: that was its end."""
+
+    finish: Finish
+
+
+Event = (
+    Online
+    | Offline
+    | Triggered
+    | LookedUp
+    | LookUpFailed
+    | Committed
+    | CommitFailed
+    | Acked
+    | Unsendable
+    | Resulted
+    | Tick
+)
 
 
 # -- effects ---------------------------------------------------------------------------------------------------
@@ -301,6 +320,8 @@ class Dispatcher:
                 self._acked(vin, place, reason, store_now, now)
             case Unsendable(vin, place, reason):
                 self._unsendable(vin, place, reason, now)
+            case Resulted(finish):
+                self._resulted(finish)
             case Tick():
                 self._tick(now)
         self._ask(now)
@@ -648,6 +669,13 @@ class Dispatcher:
             return
         self._move(slot, Step.SETTLING)
         self._queue(slot, Finish(slot.flight, End.FAILED, reason))
+
+    def _resulted(self, finish: Finish) -> None:
+        slot = self._slots.get(finish.seen.vin)
+        flight = slot.flight if slot is not None and slot.step is Step.FLYING else None
+        if slot is not None and flight is not None and flight.place == finish.seen.place:
+            self._move(slot, Step.SETTLING)
+            self._queue(slot, finish._replace(seen=flight))  # which finds that it has ended
 
     # -- time ------------------------------------------------------------------------------------------------
 

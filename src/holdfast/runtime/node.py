@@ -31,6 +31,7 @@ from holdfast.runtime.fanout_admin import FanoutAdmin
 from holdfast.runtime.fanout_intake import PREFIX as FANOUT
 from holdfast.runtime.fanout_intake import FanoutIntake
 from holdfast.runtime.fanout_keeper import FanoutKeeper
+from holdfast.runtime.fanout_results import FanoutResults
 from holdfast.runtime.front import Front, auth_options
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import Ingest
@@ -152,6 +153,7 @@ class Node:
             self.fanout_intake.look_for_unmerged,
             self._tell_nodes,
         )
+        self.fanout_results = FanoutResults(self.fanout, self.fanout_keeper, self.log, self.metadata)
         self.fanout_admin = FanoutAdmin(self.fanout, self.fanout_keeper, self.log, self.rows.table)
         self.groups.register("fanout", self.fanout_keeper.deliver)
         self.control.register(FANOUT, self.fanout_intake)
@@ -239,6 +241,7 @@ class Node:
             self.supervisor.run("fan-out's merge", self.fanout_intake.merge)
             self.supervisor.run("fan-out's follower", self.fanout_keeper.follow)
             self.supervisor.run("fan-out's keeper", self.fanout_keeper.keep)
+            self.supervisor.run("fan-out's results", self.fanout_results.follow)
         self.supervisor.run("bans", self.bans.run)
         self.supervisor.run("tick", self._tick)
         self.supervisor.run("upkeep", self._upkeep)
@@ -310,6 +313,7 @@ class Node:
     def _committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> None:
         self.delivery.committed(appended, parts, now)
         self.fanout.heard(parts.values())
+        self.fanout_results.heard(list(parts.values()))
 
     def _commit_failed(self, error: Exception) -> None:
         self.failure = str(error)
