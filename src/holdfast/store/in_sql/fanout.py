@@ -236,14 +236,10 @@ class SqlFanoutTable(ABC):
     def _known(self, db: Transaction, prepared: Sequence[PreparedBatch]) -> Known:
         batches = [one.batch for one in prepared]
         uploads = sorted({(batch.upload,) for batch in batches if batch.upload is not None})
-        parts = sum(len(one.parts) for one in prepared)
-        if uploads:
-            parts += len(self._get(db, "ids", "fanout_staged", ("upload",), uploads))
         # Whoever has these commits before the next one gets any: numbers become visible in order.
-        sql = "update fanout_counters set seq = seq + ?, part = part + ?, campaign = campaign + ? returning *"
-        seq, part, campaign = db.run(sql, len(batches), parts, len(batches))[0]
+        counters = db.run(f"select seq, part, campaign from fanout_counters{self._database.dialect.locked}")[0]
         known = Known(self._now(db))
-        known.seq, known.part, known.campaign = seq - len(batches), part - parts, campaign - len(batches)
+        known.seq, known.part, known.campaign = counters
         for upload in uploads:
             rows = self._get(db, "ids, count", "fanout_staged", ("upload",), [upload])
             known.staged[upload[0]] = sorted((ids, count) for ids, count in rows)
@@ -264,7 +260,9 @@ class SqlFanoutTable(ABC):
         return known
 
     def _take_in(self, db: Transaction, made: Plan) -> None:
-        now = made.known.now
+        known, now = made.known, made.known.now
+        sql = "update fanout_counters set seq = ?, part = ?, campaign = ?"
+        db.run(sql, known.seq, known.part, known.campaign)
         if made.begun:
             marks = ", ".join("?" * len(CAMPAIGN_COLUMNS))
             rows = [_campaign_values(campaign) for campaign in made.begun.values()]
