@@ -133,6 +133,8 @@ class SqlFanoutTable(ABC):
 
     shared = ""
     """Ends a select from campaigns `c` that keeps others from changing them until the commit."""
+    kept = ""
+    """Ends a select of the keeper: nobody else becomes it until the commit."""
     unless_locked = ""
     """Ends a select that passes over rows which somebody else is about to change."""
     slot = 0
@@ -539,15 +541,12 @@ class SqlFanoutTable(ABC):
         sql = f"update fanout_campaigns set version = ?, {sets}{closed} where id = ? and version = ? returning 1"
 
         def work(db: Transaction) -> bool:
-            if epoch is not None and db.run(f"select epoch from fanout_keeper{self._kept}")[0][0] != epoch:
+            if epoch is not None and db.run(f"select epoch from fanout_keeper{self.kept}")[0][0] != epoch:
                 return False
             given = [values[name] for name in CHANGED]
             return bool(db.run(sql, changed.version, *given, changed.id, changed.version - 1))
 
         return self._database.change(work)
-
-    _kept = ""
-    """Ends a select of the keeper: nobody else becomes it until the commit."""
 
     def parts_of(self, campaign: int, after: int, limit: int) -> list[Part]:
         sql = f"{_PART} where p.campaign = ? and p.number > ? order by p.number limit ?"
