@@ -234,7 +234,12 @@ class MemoryFanoutTable:
             state = self._state
             parts = [state.parts[number] for number in step.parts if number in state.parts]
             run = state.run if state.run[0] else (step.parts, "")
-            if run != (step.parts, step.after) or len(parts) < len(step.parts) or any(part.merged for part in parts):
+            if (
+                not parts
+                or run != (step.parts, step.after)
+                or len(parts) < len(step.parts)
+                or any(part.merged for part in parts)
+            ):
                 return None
             moves = Moves(self.now())
             merged = {part.number: self._merged_part(part) for part in parts}
