@@ -260,6 +260,21 @@ def options_of(campaign: Campaign) -> CampaignOptions:
     return msgspec.json.decode(campaign.settings, type=CampaignOptions) if campaign.settings else CampaignOptions()
 
 
+def parse_waves(given: Sequence[object]) -> list[Wave]:
+    try:
+        waves = msgspec.convert(given, list[Wave])
+    except msgspec.ValidationError as error:
+        raise Unprocessable(f"waves: {error}") from error
+    check_waves(waves)
+    return waves
+
+
+def check_waves(waves: Iterable[Wave]) -> None:
+    for wave in waves:
+        if (wave.percent is None) == (wave.vehicles is None):
+            raise Unprocessable("waves: give percent or vehicles for each of them, one of the two")
+
+
 def first_state(options: CampaignOptions, resend: str, now: float) -> Campaign:
     """What a campaign that begins with these options is like. RequestError if they cannot be kept."""
     start = parse_time("start_at", options.start_at) if options.start_at is not None else now
@@ -268,9 +283,7 @@ def first_state(options: CampaignOptions, resend: str, now: float) -> Campaign:
     for window in options.windows:
         if parse_daytime(window.begin) == parse_daytime(window.end):
             raise Unprocessable(f"windows: from {window.begin} to {window.end} is no time at all")
-    for wave in options.waves:
-        if (wave.percent is None) == (wave.vehicles is None):
-            raise Unprocessable("waves: give percent or vehicles for each of them, one of the two")
+    check_waves(options.waves)
     # Whoever controls campaigns opens the ones that have to wait for something.
     held = bool(options.paused or start > now or options.windows or options.waves)
     return Campaign(

@@ -173,6 +173,10 @@ class FanoutHost:
         """If it is connected here."""
         return self._shard(vin).machine.vehicles.get(vin)
 
+    def connected_as(self, vin: str) -> str | None:
+        """The client that is this vehicle's, subscribed with QoS 1 or not. For people: it looks at every client."""
+        return next((client_id for client_id, client in self._of_client.items() if vin in client.vins), None)
+
     def vehicles(self) -> int:
         return sum(len(shard.machine.vehicles) for shard in self._shards)
 

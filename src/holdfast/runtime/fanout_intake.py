@@ -38,6 +38,7 @@ WAITING_MAX = 10_000
 """More requests than this do not wait for the store."""
 REST_SHARE = 1.0
 """After a step of a merge, as long as it took: publishers wait for the same writer."""
+SWITCHED_OFF = "fan-out is switched off on this node (fanout.enabled)"
 REFUSALS_KEPT = 1_000
 REFUSAL_SECS_FIRST, REFUSAL_SECS_MAX = 0.1, 30.0
 
@@ -71,7 +72,7 @@ class FanoutIntake:
         if client.identity is None or not self._may_publish(client.identity, topic):
             answer(Reason.NOT_AUTHORIZED, "")
         elif not self._enabled:
-            answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, "fan-out is switched off on this node", end=True)
+            answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, SWITCHED_OFF, end=True)
         elif retain:
             answer(Reason.RETAIN_NOT_SUPPORTED, f"{topic} is not a topic that keeps anything", end=True)
         elif topic == REQUEST:
@@ -126,8 +127,13 @@ class FanoutIntake:
 
     # -- adding ----------------------------------------------------------------------------------------------
 
+    def check_enabled(self) -> None:
+        if not self._enabled:
+            raise RequestError(SWITCHED_OFF)
+
     async def put_payload(self, data: bytes, name: str) -> bytes:
         """`name`: the SHA-1 that its sender believes it has."""
+        self.check_enabled()
         sha1 = requests.check_data(data)
         if requests.parse_sha1(name) != sha1:
             raise RequestError(f"the payload's SHA-1 is {sha1.hex()}, not {name}")
@@ -135,6 +141,7 @@ class FanoutIntake:
 
     async def add(self, checked: Checked) -> Added:
         """A request is durable when this returns. RequestError: it is refused, and nothing of it is stored."""
+        self.check_enabled()
         if len(self._waiting) >= WAITING_MAX:
             raise HoldfastError("too many fan-out requests wait for the store")
         answer: asyncio.Future[Added] = self._loop.create_future()
