@@ -28,6 +28,7 @@ CHANGES_AT_ONCE = 250
 """In one transaction: publishers wait for the same writer."""
 REST_SHARE = 2.0
 """After a step of upkeep, so many times as long as it took."""
+MERGE_LOOK_SECS = 0.05
 UPLOAD_SECS = 3_600.0
 KEY_SECS = 7 * 86_400.0
 PAYLOAD_SECS = 3_600.0
@@ -179,9 +180,20 @@ class FanoutKeeper:
         async for part in self._parts(campaign.id):
             here = wanted.intersection(part.ids)
             if here:
+                await self._until_merged(part)
                 waiting = await self._host.ask(self._table.waiting_of, part, here)
                 ended += await self._finish(waiting, End.CANCELLED, reason)
         return ended
+
+    async def _until_merged(self, part: Part) -> None:
+        """Until then nobody would find what waits of it."""
+        while not part.merged:
+            self._look_for_unmerged()
+            await asyncio.sleep(MERGE_LOOK_SECS)
+            parts = await self._host.ask(self._table.parts_of, part.campaign, part.number - 1, 1)
+            if not parts or parts[0].number != part.number:
+                return  # its campaign was collected meanwhile
+            (part,) = parts
 
     async def retire(self, vin: str, reason: str) -> int:
         """A vehicle that will never come: everything that waits for it ends; how many."""
