@@ -211,6 +211,10 @@ BAD = [
     ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"rate_per_sec": 0}}, "rate_per_sec"),
     ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"waves": [{}]}}, "percent or vehicles"),
     ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"speed": 1}}, "speed"),
+    ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"number": 10**30}}, "number"),
+    ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"number": 2**63 - 1}}, "number"),
+    ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"in_flight_max": 2**63}}, "in_flight_max"),
+    ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"waves": [{"vehicles": 2**63}]}}, "vehicles"),
     ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"start_at": "soon"}}, "soon"),
     ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"end_at": "2020-01-01T00:00:00Z"}}, "2020-01-01"),
     ({"request_id": "T", "ids": ["v1"], "data": "x", "campaign": {"windows": [{"begin": "9", "end": "10:00"}]}}, "'9'"),
@@ -233,7 +237,20 @@ def test_a_request_id_has_its_form(api: Api, request_id: str) -> None:
     assert answer.status_code == 422 and repr(request_id) in error(answer)
 
 
-@pytest.mark.parametrize("body", [b"", b"not json", b"\xff\xfe", b'{"request_id": "task_x_1"', b"\xef\xbb\xbf{}"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not json",
+        b"\xff\xfe",
+        b'{"request_id": "task_x_1", "ids": ["\\ud800"], "data": "x"}',
+        b'{"request_id": "task_x_1", "ids": ["v1"], "data": "x", "key": "\\ud800"}',
+        b'{"request_id": "task_x_1", "ids": ["v1"], "data": "\\ud800"}',
+        b'{"request_id": "task_x_1", "ids": ["v1"], "data": "x", "campaign": {"rate_per_sec": NaN}}',
+        b'{"request_id": "task_x_1"',
+        b"\xef\xbb\xbf{}",
+    ],
+)
 def test_what_is_no_json_is_400(api: Api, body: bytes) -> None:
     answer = api.http.post("/fanout", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and "JSON" in error(answer)
@@ -637,7 +654,7 @@ def test_why_nothing_and_offline(api: Api, name: str, task: str) -> None:
     api.send(task, name)
     answer = api.why(name)
     assert (answer["vin"], answer["reason"]) == (name, "offline")
-    assert "1 wait" in answer["says"]
+    assert "1 delivery waits" in answer["says"]
 
 
 def test_why_paused_names_the_command(api: Api, vehicle: Vehicle, name: str, task: str) -> None:

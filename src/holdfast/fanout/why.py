@@ -67,7 +67,10 @@ def why(known: Known) -> Answer:
             f"holdfast session show {quote(known.connected_as)}",
         )
     if known.vehicle is None:
-        return Answer("offline", f"{known.vin} is not connected; {len(known.waiting)} wait for it")
+        return Answer(
+            "offline",
+            f"{known.vin} is not connected; {_many(len(known.waiting), 'delivery waits', 'deliveries wait')} for it",
+        )
     return Answer("moving", "its next delivery is being sent")
 
 
@@ -107,7 +110,8 @@ def _of_one(known: Known, delivery: Waiting) -> Answer | None:
         )
     if delivery.not_before > known.now:
         return Answer(
-            "backing_off", f"{name} was refused {delivery.attempts} times; next try {_time(delivery.not_before)}"
+            "backing_off",
+            f"{name} was refused {_many(delivery.attempts, 'time', 'times')}; next try {_time(delivery.not_before)}",
         )
     if known.vehicle is not None and not known.vehicle.takes(campaign.request_id):
         asked = ", ".join(sorted(known.vehicle.requests or ()))
@@ -135,6 +139,10 @@ def _not_sending(campaign: Campaign, name: str, order: str, now: float) -> Answe
 def _name(known: Known, campaign_id: int) -> str:
     campaign = known.campaigns.get(campaign_id)
     return f"{campaign.request_id}/{campaign.number}" if campaign is not None else f"campaign {campaign_id}"
+
+
+def _many(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"
 
 
 def _time(seconds: float) -> str:

@@ -45,7 +45,7 @@ STREAMED = (NDJSON, CSV)
 """Kinds that are taken in bit by bit, however large they are."""
 
 
-Number = Annotated[int, Path(ge=1, le=(1 << 31) - 1)]
+Number = Annotated[int, Path(ge=1, le=requests.INT_MAX)]
 """Of a campaign: which use of its request id it is."""
 
 
@@ -60,7 +60,7 @@ class EditBody(BaseModel, extra="forbid", allow_inf_nan=False):
 
     rate_per_sec: float | None = Field(default=None, gt=0)
     bytes_per_sec: float | None = Field(default=None, gt=0)
-    in_flight_max: int | None = Field(default=None, gt=0, le=(1 << 31) - 1)
+    in_flight_max: int | None = Field(default=None, gt=0, le=requests.INT_MAX)
     end_at: str | None = None
     abort_failed_percent: float | None = Field(default=None, gt=0, le=100)
     waves: list[dict[str, Any]] | None = None
