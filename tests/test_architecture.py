@@ -70,7 +70,7 @@ MAY_IMPORT = {
         "model",
         "errors",
     },
-    "demo": {"cli", "ops", "spark", "store"},
+    "demo": {"cli", "fanout", "ops", "spark", "store"},
     "testing": {"runtime", "settings"},
     "__init__": {"store", "log", "model", "errors"},
     "__main__": {"cli"},

@@ -44,7 +44,7 @@ def demo(
     kills: Annotated[int, typer.Option(min=0, help="How often the node is killed under load.")] = 2,
     spark: Annotated[bool, typer.Option(help="Also run the pipeline.")] = True,
 ) -> None:
-    """Vehicles, a durable subscriber, a shared group and the pipeline around a node that is killed; then an audit."""
+    """Vehicles, a subscriber, a group, a campaign and the pipeline around a node that is killed; then an audit."""
     from holdfast.demo import run, spark_is_there
 
     if spark and not spark_is_there():
