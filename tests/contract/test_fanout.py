@@ -690,7 +690,7 @@ def test_a_delivery_goes_its_way(opener: Opener, store: Store, table: FanoutTabl
     assert table.commit([Begin(seen, flown)]) == [Verdict.DONE]
     other = opener().fanout()
     assert other.vehicle("v") == (flown, [], []) and counts(other, added.campaign) == {"in_flight": 1}
-    assert other.commit([Return(flown, attempts=1, not_before=1_700_000_010.5, sent=flown.sent)]) == [Verdict.DONE]
+    assert other.commit([Return(flown, attempts=1, not_before=1_700_000_010.5)]) == [Verdict.DONE]
     back = Waiting("v", seen.place, added.campaign, seen.payload, 2e9, 1, 1_700_000_010.5, flown.sent)
     assert table.vehicle("v") == (None, [back], []) and counts(table, added.campaign) == {"waiting": 1}
     again = flight(back, epoch, packet_id=2)
@@ -750,7 +750,7 @@ def test_one_delivery_in_flight_per_vehicle(store: Store, table: FanoutTable, sh
     assert done == [Verdict.DONE, Verdict.DONE]
     now = table.vehicle("v")
     assert now[0] == flight(second, epoch, packet_id=9) and now[1] == []
-    back = Return(flight(second, epoch, packet_id=9), 0, sent=flight(second, epoch, packet_id=9).sent)
+    back = Return(flight(second, epoch, packet_id=9), 0)
     again = Waiting(*second[:5], sent=flight(second, epoch, packet_id=9).sent)
     changes = [back, begin(again, epoch, packet_id=10), back, Await(flight(second, epoch, packet_id=10), 1.0)]
     assert table.commit(changes) == [Verdict.DONE, Verdict.DONE, Verdict.DONE, Verdict.GONE]

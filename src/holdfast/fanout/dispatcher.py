@@ -609,7 +609,7 @@ class Dispatcher:
         assert seen is not None
         self._move(slot, Step.RETURNING)
         slot.answered = None
-        self._queue(slot, Return(seen, attempts, not_before, None if refused else seen.sent))
+        self._queue(slot, Return(seen, attempts, not_before, refused))
 
     def _returned(self, slot: Slot, change: Return, store_now: float, now: float) -> None:
         seen, answered = change.seen, slot.answered

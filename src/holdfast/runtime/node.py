@@ -238,6 +238,7 @@ class Node:
         self.supervisor.run("sweep", self.sweep.run)
         if settings.fanout.enabled:
             await self.fanout_keeper.begin()
+            await self.fanout_results.begin()
             self.supervisor.run("fan-out's merge", self.fanout_intake.merge)
             self.supervisor.run("fan-out's follower", self.fanout_keeper.follow)
             self.supervisor.run("fan-out's keeper", self.fanout_keeper.keep)
