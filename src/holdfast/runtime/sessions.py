@@ -534,8 +534,9 @@ class Sessions:
                 return
             out, now = [], time.time()
             for packet_id, delivery in some:
+                feed = delivery.origin if isinstance(delivery.origin, LoanFeed) else None
                 packet = outgoing.repeat(
-                    packet_id, delivery, found.get(packet_id), connection.version, outlet.packet_max, now
+                    packet_id, delivery, found.get(packet_id), connection.version, outlet.packet_max, now, feed
                 )
                 if not packet:
                     continue
