@@ -246,6 +246,7 @@ class Node:
         for connection in list(self.front.sockets):
             connection.close(Reason.SERVER_SHUTTING_DOWN)
         await self.ingest.drained()
+        await self.supervisor.end("upkeep", "drain")  # which ask the groups
         await self.groups.stop()
         if not await self.sessions.stopped(STOP_SECONDS):
             logger.error("some sessions could not be saved: what they did last comes again")
