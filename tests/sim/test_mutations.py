@@ -18,6 +18,7 @@ from holdfast.groups.leading.lender import Lender
 from holdfast.groups.leading.loans import LoanBook, LoanStatus
 from holdfast.groups.leading.placement import _whole, place
 from holdfast.groups.leading.refusals import Refusals
+from holdfast.groups.leading.registry import Registry
 from holdfast.groups.leading.streams import GroupStreams
 from holdfast.groups.leading.unsaved import Unsaved
 from holdfast.groups.member.agent import Agent
@@ -26,6 +27,7 @@ from holdfast.groups.member.borrower import Borrower
 from holdfast.groups.member.memories import Memories
 from holdfast.groups.progress import StreamProgress
 from holdfast.groups.protocol.effects import Park, Save
+from holdfast.groups.protocol.events import Yield
 from holdfast.groups.record import GroupRecord
 from holdfast.groups.settings import MemberSettings
 from holdfast.sim import run_seed
@@ -51,7 +53,10 @@ NOTICED_BY: dict[str, int] = {
 }
 """Where it was last found, to be tried first; wrong once the workload changes, which only costs time."""
 
-WEATHER = {"a_batch_member_trusts_its_leader_for_ever": Faults(partition=0.4, delay_seconds=0.05)}
+WEATHER = {
+    "a_batch_member_trusts_its_leader_for_ever": Faults(partition=0.4, delay_seconds=0.05),
+    "what_a_drained_node_had_claimed_before_is_led_there": Faults(leader_crash=0.3, save_seconds=1.5),
+}
 """Weather in which it shows soonest, where what is drawn seldom has it."""
 
 Patch = pytest.MonkeyPatch
@@ -448,6 +453,31 @@ def what_everybody_refuses_is_never_set_aside(patch: Patch) -> None:
 @mutation
 def members_do_not_hear_of_one_that_takes_larger_packets(patch: Patch) -> None:
     patch.setattr(Borrower, "_take_largest", lambda self, largest_packet: [])
+
+
+@mutation
+def a_drained_node_claims_groups_all_the_same(patch: Patch) -> None:
+    def change(original: Any, self: Any, event: Any, now: float) -> Any:
+        return [] if isinstance(event, Yield) else original(self, event, now)
+
+    wrap(patch, Registry, "_dispatch", change)
+
+
+@mutation
+def what_a_drained_node_had_claimed_before_is_led_there(patch: Patch) -> None:
+    def change(original: Any, self: Any, claimed: Any, now: float) -> Any:
+        others, self._others = self._others, ()
+        try:
+            return original(self, claimed, now)
+        finally:
+            self._others = others
+
+    wrap(patch, Registry, "_on_claimed", change)
+
+
+@mutation
+def members_of_a_drained_node_are_heard_by_nobody(patch: Patch) -> None:
+    patch.setattr(Registry, "_ask_others", lambda self, wanted, now: [])
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
