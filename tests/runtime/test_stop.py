@@ -22,7 +22,7 @@ def test_upkeep_has_ended_before_the_groups_it_looks_after(monkeypatch: pytest.M
 
             async def stopped(_: float) -> bool:
                 """Saving the sessions takes a while: as long as upkeep needs to come round."""
-                while node.supervisor.runs("upkeep") and not node.supervisor.failures:
+                while node.supervisor.runs("upkeep") and not node.supervisor.failures:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 failures.update(node.supervisor.failures)
                 return True
