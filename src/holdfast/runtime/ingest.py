@@ -22,8 +22,9 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.log import Appended, Log
+from holdfast.log.clock import message_time
 from holdfast.log.contract import NotTaken, ReceivedId, Retained
-from holdfast.model import LOG, RETAIN, Batch, now_micros
+from holdfast.model import LOG, RETAIN, Batch
 from holdfast.mqtt.fastpath import Inbox
 from holdfast.mqtt.inbound import Inbound
 from holdfast.sessions.receiving import Receiving
@@ -297,7 +298,7 @@ class Ingest:
     def _write(self, batch: OpenBatch) -> None:
         if batch.full:
             self._on_loop(self._read_on, batch.full)
-        now = now_micros()
+        now = message_time()
         try:
             while True:
                 ids = [taken.receiving.id() for taken in batch.received]
