@@ -28,6 +28,8 @@ READY_SECONDS = 5.0 + 1.0
 BYTES_SECONDS = 1.5
 """What was sent may arrive this much later: proxies delay, and two cores are shared by many."""
 SWEEP_SECONDS = 2.5
+TIME_SECONDS = 1.0
+"""A node's clock follows one that is wrong by 1%, and is off by so little."""
 GONE_SECONDS = 1.5 * KEEP_ALIVE_SECONDS + LEASE_SECONDS + GRACE_SECONDS + SWEEP_SECONDS
 """A connection that ended in whatever way is known to have ended after this, once everything is well."""
 
@@ -226,6 +228,16 @@ def stored(seen: Seen) -> Iterator[str]:
             if number < first.get(name, 0):
                 yield f"{row.payload} was first stored after {name}:{first[name]}"
             first[name] = number
+
+
+def timed(seen: Seen) -> Iterator[str]:
+    """A message's time is when it was stored, whatever a node's clock says for a while."""
+    for row in seen.log:
+        sends, acked = seen.sent.get(row.payload), seen.acked.get(row.payload)
+        if not sends or acked is None or seen.copies[row.payload] > 1:
+            continue
+        if not sends[0].t - TIME_SECONDS < row.t < acked.t + TIME_SECONDS:
+            yield f"{row.payload} was stored between {sends[0].t:.2f} and {acked.t:.2f}; its time is {row.t:.2f}"
 
 
 def delivered(seen: Seen) -> Iterator[str]:
@@ -480,6 +492,7 @@ def told_ready(seen: Seen) -> Iterator[str]:
 CHECKS: tuple[Check, ...] = (
     settled,
     stored,
+    timed,
     delivered,
     not_again,
     in_order,

@@ -22,6 +22,8 @@ GOODBYE_SECONDS = 3.0
 WINDOW = 8
 
 TAKEN_OVER = 0x8E
+MESSAGE_EXPIRY = 1200
+"""Of some messages: longer than any campaign needs them, shorter than a clock is set forward or back."""
 
 
 class Stage:
@@ -41,6 +43,7 @@ class Flight:
     msg: str
     topic: str
     qos: int
+    expiry: int = 0
     released: bool = False
 
 
@@ -253,13 +256,13 @@ class Client:
         """Under the lowest packet id that is free: the sooner an id is used again, the more is asked of a node."""
         assert self.link is not None
         pid = next(n for n in range(1, 1000) if n not in self.out)
-        flight = self.out[pid] = Flight(msg, topic, qos)
+        flight = self.out[pid] = Flight(msg, topic, qos, self.chance.choice((0, MESSAGE_EXPIRY)))
         self._send(self.link, pid, flight, dup=False)
 
     def _send(self, link: Link, pid: int, flight: Flight, *, dup: bool) -> None:
         self.began.setdefault(flight.msg, self.history.now())
         self.note("send", conn=link.number, msg=flight.msg, qos=flight.qos, pid=pid, dup=dup)
-        link.send(wire.publish(flight.topic, flight.msg, flight.qos, pid, dup))
+        link.send(wire.publish(flight.topic, flight.msg, flight.qos, pid, dup, flight.expiry))
 
     # -- its day -------------------------------------------------------------------------------------------
 
