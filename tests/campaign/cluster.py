@@ -19,6 +19,7 @@ from campaign.proxy import Proxy
 from holdfast.model import LOG, Batch
 from node import LOOPBACK, Node, NodeFailed
 from servers import EtcdServer, PostgresServer
+from settable_clock import SettableClock
 
 NODES = ("a", "b", "c")
 LEASE_SECONDS = 5.0
@@ -26,7 +27,6 @@ GRACE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 
 WAL_SEGMENT_MB = 1
-CLOCK = Path(__file__).parent / "clock"
 
 SETTINGS = {
     "sessions.lease_secs": LEASE_SECONDS,
@@ -45,8 +45,7 @@ class Member:
         self.clients: Proxy
         self.store: Proxy
         self.paused = False
-        self.clock: Path
-        """How many seconds its wall clock is ahead."""
+        self.clock: SettableClock
 
     @property
     def port(self) -> int:
@@ -84,15 +83,14 @@ class Cluster:
             await member.store.start()
             url = f"postgresql://postgres@{LOOPBACK}:{member.store.port}/{name}?sslmode=disable&gssencmode=disable"
             metadata = f"{self.etcd.url}/campaign" if self.etcd is not None else None
-            member.clock = self.folder / f"{member.name}.clock"
-            path = os.pathsep.join(each for each in (str(CLOCK), os.environ.get("PYTHONPATH", "")) if each)
+            member.clock = SettableClock(self.folder / f"{member.name}.clock")
             member.node = Node(
                 self.folder / member.name,
                 store=url,
                 metadata=metadata,
                 node_id=member.name,
                 settings=SETTINGS,
-                environment={"PYTHONPATH": path, "HOLDFAST_TEST_CLOCK": str(member.clock)},
+                environment=member.clock.environment,
                 start=False,
             )
         first, *others = self.members.values()
@@ -124,11 +122,6 @@ class Cluster:
         """There is room again; if PostgreSQL has ended, somebody starts it."""
         await self.do(self.postgres.limit_files, None)
         await self.do(self.postgres.start)
-
-    def set_clock(self, member: Member, ahead: float) -> None:
-        new = member.clock.with_suffix(".new")
-        new.write_text(f"{ahead}")
-        new.replace(member.clock)
 
     async def kill(self, member: Member) -> None:
         await self.do(member.node.kill)
@@ -162,7 +155,7 @@ class Cluster:
         for member in self.members.values():
             member.clients.release()
             member.store.release()
-            self.set_clock(member, 0.0)
+            member.clock.set(0.0)
             self.resume(member)
         await asyncio.gather(*(self.start_again(m) for m in self.members.values() if not m.up))
 

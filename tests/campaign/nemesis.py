@@ -151,9 +151,9 @@ class Nemesis:
             case "clock":
                 if await cluster.ready(member) == 0:
                     return  # a process that starts while its clock is wrong believes it
-                cluster.set_clock(member, fault.ahead)
+                member.clock.set(fault.ahead)
                 await asyncio.sleep(fault.seconds)
-                cluster.set_clock(member, 0.0)
+                member.clock.set(0.0)
             case _:
                 await self._disturb(fault, member)
 
