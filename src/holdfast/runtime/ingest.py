@@ -427,7 +427,10 @@ def _leave_out(batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None
     for one, taken in zip(ids, batch.received, strict=True):
         if one in error.fenced:
             batch.after[taken.told] = partial(_refuse, batch.after[taken.told])
-        elif one not in error.repeated:
+        elif one in error.repeated:
+            known = partial(_known, taken.receiving, error.repeated[one])
+            batch.after[taken.told] = partial(known, batch.after[taken.told])
+        else:
             kept.append(taken)
             continue
         dropped.setdefault(taken.shard, set()).add(taken.row)
@@ -438,6 +441,12 @@ def _leave_out(batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None
     batch.received = [
         taken._replace(row=taken.row - sum(row < taken.row for row in dropped.get(taken.shard, ()))) for taken in kept
     ]
+
+
+def _known(receiving: Receiving, mark: int, done: Callable[[bool], None], stored: bool) -> None:
+    """It was stored before, and not by us: it is released under the mark that it has there."""
+    receiving.inbound.marks[receiving.packet_id] = mark
+    done(stored)
 
 
 def _refuse(done: Callable[[bool], None], stored: bool) -> None:
