@@ -121,6 +121,13 @@ def test_a_subscriber_sees_a_publishers_order():
     assert not found(checks.in_order, BASE, again)
 
 
+def test_a_subscription_that_began_between_two_copies_has_the_second_one_late():
+    got_late = [*got("s1", "p1:2", 3.0), *got("s1", "p1:1", 3.1)]
+    before, after = in_log("p1:1", t=1.0), in_log("p1:1", "p1:2", "p1:1", t=2.0)
+    assert not found(checks.in_order, BASE, got_late, log=before + after)
+    assert found(checks.in_order, BASE, got_late, log=after)
+
+
 def test_a_connection_that_was_replaced_is_silent():
     two = connected("s1", 5.0, 2, "b", present=True)
     assert not found(checks.once_connected, BASE, two, got("s1", "p1:1", 5.5))
