@@ -6,6 +6,8 @@ HoldfastError
 │  ├─ UnknownStream      no such log, stream or generation
 │  ├─ UnknownSession     no such client id
 │  ├─ UnknownBan         nobody of that name is banned
+│  ├─ UnknownCampaign    no such request id, or no such use of it
+│  ├─ UnknownPayload     no payload is stored under that hash
 │  ├─ PreconditionFailed the stream was not where the caller expected it
 │  ├─ Conflict           it exists already, and is different
 │  └─ StaleEpoch         a newer holder exists; the old one is refused
@@ -49,6 +51,14 @@ class UnknownSession(RequestError):
 
 class UnknownBan(RequestError):
     """There is no such ban: it has ended, was lifted, or was never made."""
+
+
+class UnknownCampaign(RequestError):
+    """There is no campaign of that request id, or not so many of them."""
+
+
+class UnknownPayload(RequestError):
+    """No payload is stored under that hash: it was never sent, or nothing has referred to it for long."""
 
 
 class PreconditionFailed(RequestError):

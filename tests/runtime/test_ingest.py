@@ -13,7 +13,7 @@ from holdfast.log.contract import ReceivedId, Retained
 from holdfast.model import LOG, RETAIN, Batch, Stream
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, pubacks, pubacks_where
 from holdfast.mqtt.inbound import Inbound
-from holdfast.runtime.ingest import Crowd, Ingest
+from holdfast.runtime.ingest import Ingest
 
 SECONDS = 10.0
 
@@ -313,21 +313,6 @@ def test_what_cannot_be_delivered_at_once_is_acknowledged_all_the_same_and_the_n
         await until(lambda: two.sent == [pubacks([PACKET_IDS[2]])])
 
     run(work)
-
-
-def test_a_lone_publisher_is_not_kept_waiting_and_many_are_gathered():
-    crowd = Crowd()
-    everybody = [Publisher(str(n)) for n in range(4)]
-    crowd.took({everybody[0]}, 0.001)
-    assert crowd.expected == 1, "nobody else publishes: nobody is waited for"
-    for at, publisher in enumerate(everybody):
-        crowd.took({publisher}, 0.002 + at / 1000)
-    assert crowd.expected == 4
-    crowd.took({everybody[0]}, 0.0125)
-    assert crowd.expected == 4, "they were here a moment ago"
-    crowd.took({everybody[0]}, 0.0235)
-    crowd.took({everybody[0]}, 0.0345)
-    assert crowd.expected == 1, "they have gone"
 
 
 def test_what_another_node_has_stored_is_released_under_the_mark_it_has_there():

@@ -1,9 +1,7 @@
 """Publishes of all connections into one open batch; one commit; then the acknowledgements, one write each.
 
 While one batch is being committed on the writer's thread the next one fills up: the busier the node, the larger
-the batches. Commits of a few messages each are paced: each of them costs a write per publisher and per subscriber, and
-twice as many messages per commit are nearly twice as cheap. Nobody is waited for in vain: once everybody who published
-in the last moments is in the batch again, as when each waits for its acknowledgement, the commit begins at once.
+the batches. Nobody is waited for: a commit begins as soon as the one before it is done and there is something to write.
 """
 
 from __future__ import annotations
@@ -48,13 +46,6 @@ class Publisher(Protocol):
 
 
 logger = logging.getLogger("holdfast.ingest")
-
-COMMIT_EVERY_SECONDS = 0.0006
-"""Commits begin no closer to each other than this, unless nobody is left to wait for."""
-
-MOMENT_SECONDS = 0.010
-CROWD_MAX = 64
-"""More publishers than this are not counted: that all of them come within one commit's time is not to be expected."""
 
 
 class _Shard:
@@ -123,31 +114,10 @@ class OpenBatch:
         self.retained: list[Retained] = []
         self.received: list[Taken] = []
         """Packet ids of QoS 2 publishes: stored with them, so that a repeat is known by whoever serves the client."""
-        self.publishers: set[Publisher] = set()
-        self.waited_for = self.urgent = False
-        """The writer knows that there is something; and that it need not wait for more."""
+        self.waited_for = False
+        """The writer knows that there is something."""
         self.full: list[Publisher] = []
         """Connections that are not read from until this batch is on its way."""
-
-
-class Crowd:
-    """How many different connections publish at the moment."""
-
-    def __init__(self) -> None:
-        self.expected = 1
-        """With this many in a batch, nobody else is waited for."""
-        self._now: set[Publisher] = set()
-        self._before: set[Publisher] = set()
-        self._since = 0.0
-
-    def took(self, publishers: set[Publisher], now: float) -> None:
-        """These were in the batch that is written now."""
-        if now - self._since > MOMENT_SECONDS:
-            self._before = self._now if now - self._since < 2 * MOMENT_SECONDS else set()
-            self._now, self._since = set(), now
-        if len(self._now) < CROWD_MAX:
-            self._now |= publishers
-        self.expected = max(1, len(self._now | self._before) if len(self._before) < CROWD_MAX else CROWD_MAX)
 
 
 class Ingest:
@@ -170,11 +140,10 @@ class Ingest:
         self._open = OpenBatch(self.generation.number)
         """Changed under the lock: the loop's thread fills it, the writer's takes it."""
         self._lock = threading.Lock()
-        self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """To the writer: something waits (True: and nobody else is expected)."""
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """To the writer: something waits."""
         self._under_way = 0
         """Batches that were taken from there and are not dealt with on the loop's thread yet."""
-        self._crowd = Crowd()
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self.by_publisher = log.logs()[LOG] == "publisher"
@@ -192,12 +161,11 @@ class Ingest:
         with self._lock:
             batch = self._open
             batch.acks.append((connection, inbox))
-            batch.publishers.add(connection)
             self._add(batch, publisher, shard, inbox.topics, inbox.payloads, inbox.flags, inbox.properties)
             room = batch.bytes < self._bytes_max
             if not room:
                 batch.full.append(connection)
-            self._signal(batch, urgent=not room or len(batch.publishers) >= self._crowd.expected)
+            self._signal(batch)
         return room
 
     def publish_one(
@@ -221,7 +189,7 @@ class Ingest:
                 row, told = len(batch.shards[shard].topics) - 1, len(batch.after) - 1
                 retained = batch.retained[-1] if flags & RETAIN else None
                 batch.received.append(Taken(received, shard, row, told, retained))
-            self._signal(batch, urgent=True)
+            self._signal(batch)
 
     def receiving(self, client_id: str, inbound: Inbound, packet_id: int) -> Receiving:
         """A QoS 2 publish that is about to be taken."""
@@ -232,7 +200,7 @@ class Ingest:
         """Call back after everything that is in the open batch now is durable."""
         with self._lock:
             self._open.after.append(done)
-            self._signal(self._open, urgent=True)
+            self._signal(self._open)
 
     def shard_of(self, publisher: str) -> int:
         return self._log.shard_of(LOG, publisher, "")[1] if self.by_publisher else 0
@@ -260,31 +228,21 @@ class Ingest:
                     extra = properties[at] if properties is not None else None
                     batch.retained.append(Retained(topics[at], payloads[at], publisher, flag, extra, 0))
 
-    def _signal(self, batch: OpenBatch, *, urgent: bool) -> None:
-        if not batch.waited_for or (urgent and not batch.urgent):
-            batch.waited_for, batch.urgent = True, urgent
-            self._signals.put(urgent)
+    def _signal(self, batch: OpenBatch) -> None:
+        if not batch.waited_for:
+            batch.waited_for = True
+            self._signals.put(None)
 
     # -- committing --------------------------------------------------------------------------------------
 
     def write(self) -> None:
         """On a thread of its own, until `close`."""
         self._writer = threading.get_ident()
-        begun = 0.0
         while not self._closed:
-            urgent = self._signals.get()
-            while not urgent and (pause := begun + COMMIT_EVERY_SECONDS - time.monotonic()) > 0:
-                try:
-                    urgent = self._signals.get(timeout=pause)
-                except queue.Empty:
-                    break
-            begun = time.monotonic()
+            self._signals.get()
             with self._lock:
                 batch, self._open = self._open, OpenBatch(self.generation.number)
                 self._under_way += 1
-                while not self._signals.empty():  # said of this batch, which is taken
-                    self._signals.get_nowait()
-            self._crowd.took(batch.publishers, begun)
             self._writing = batch
             self._write(batch)
             self._writing = None
@@ -417,7 +375,7 @@ class Ingest:
     def close(self) -> None:
         """Nothing is written any more."""
         self._closed = True
-        self._signals.put(True)
+        self._signals.put(None)
 
 
 def _leave_out(batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ CHECKPOINT_PAGES = 1000
 appends write to a WAL that still grows, which the disk takes twice as long to make durable as one that is written over.
 """
 LARGE_BYTES = 64 << 20
+LOOK_EVERY_SECONDS = 0.02
+"""A look at the size is a system call, which a commit of one message would notice."""
 _EVERY_SECONDS = 0.25
 _BUSY_MILLISECONDS = 5
 """So long a commit may wait for readers that have not seen yet that everything is at home."""
@@ -35,11 +38,15 @@ class Wal:
         self._connect = connect
         self._lock = lock
         """Whoever holds it may commit, and is the only one who does."""
+        self._looked_at = 0.0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def look(self, writer: sqlite3.Connection) -> None:
-        """After each commit, by whoever holds the lock."""
+        """After a commit, by whoever holds the lock."""
+        if (now := time.monotonic()) < self._looked_at + LOOK_EVERY_SECONDS:
+            return
+        self._looked_at = now
         if self._thread is None and self._size() > LARGE_BYTES and not self._stop.is_set():
             writer.execute("pragma wal_autocheckpoint = 0")
             self._thread = threading.Thread(target=self._empty, args=(writer,), name="holdfast-wal", daemon=True)
