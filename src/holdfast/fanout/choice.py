@@ -71,7 +71,7 @@ def _in_order(waiting: Sequence[Waiting], vehicle: Vehicle | None) -> Sequence[W
 def is_kept(delivery: Waiting, vehicle: Vehicle) -> bool:
     """It was sent in this very session, and not answered."""
     sent = delivery.sent
-    return sent is not None and sent.client_id == vehicle.client_id and sent.born == vehicle.born
+    return sent is not None and vehicle.has(sent)
 
 
 def _is_superseded(

@@ -133,7 +133,26 @@ class Unsendable:
     reason: str
 
 
-Event = Online | Offline | Triggered | LookedUp | LookUpFailed | Committed | CommitFailed | Acked | Unsendable | Tick
+@dataclass(frozen=True, slots=True)
+class Resulted:
+    """The vehicle has said how it went before it has acknowledged it, which is stored: that was its end."""
+
+    finish: Finish
+
+
+Event = (
+    Online
+    | Offline
+    | Triggered
+    | LookedUp
+    | LookUpFailed
+    | Committed
+    | CommitFailed
+    | Acked
+    | Unsendable
+    | Resulted
+    | Tick
+)
 
 
 # -- effects ---------------------------------------------------------------------------------------------------
@@ -301,6 +320,8 @@ class Dispatcher:
                 self._acked(vin, place, reason, store_now, now)
             case Unsendable(vin, place, reason):
                 self._unsendable(vin, place, reason, now)
+            case Resulted(finish):
+                self._resulted(finish)
             case Tick():
                 self._tick(now)
         self._ask(now)
@@ -516,7 +537,7 @@ class Dispatcher:
         ):
             slot.flight = seen
             self._return(slot, seen.attempts)  # and then it is looked at like any other
-        elif seen.sent.client_id == vehicle.client_id and seen.sent.born == vehicle.born:
+        elif vehicle.has(seen.sent) or seen.epoch == vehicle.epoch:
             slot.flight = self._flight(seen, vehicle, seen.sent.packet_id, event.store_now)
             slot.campaign, slot.lost, slot.rest = campaign, False, True
             slot.dup = seen.epoch != vehicle.epoch
@@ -648,6 +669,13 @@ class Dispatcher:
             return
         self._move(slot, Step.SETTLING)
         self._queue(slot, Finish(slot.flight, End.FAILED, reason))
+
+    def _resulted(self, finish: Finish) -> None:
+        slot = self._slots.get(finish.seen.vin)
+        flight = slot.flight if slot is not None and slot.step is Step.FLYING else None
+        if slot is not None and flight is not None and flight.place == finish.seen.place:
+            self._move(slot, Step.SETTLING)
+            self._queue(slot, finish._replace(seen=flight))  # which finds that it has ended
 
     # -- time ------------------------------------------------------------------------------------------------
 

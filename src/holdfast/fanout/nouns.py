@@ -173,3 +173,12 @@ class Counts(msgspec.Struct, kw_only=True):
     def under_way(self) -> int:
         """Without an end yet."""
         return self.waiting + self.in_flight + self.awaiting_result
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """Node -> other nodes. It may be lost: whoever hears nothing looks by itself, a little later."""
+
+    merged: bool = False
+    """Parts were merged."""
+    campaigns: tuple[int, ...] = ()
+    """Something has changed about these."""

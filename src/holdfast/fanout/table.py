@@ -77,6 +77,8 @@ class Part(NamedTuple):
     campaign: int
     ids: Sequence[str]
     """Sorted."""
+    merged: int = 0
+    """In the order in which parts were merged; 0: it is not."""
 
 
 class MergeStep(NamedTuple):
@@ -252,11 +254,11 @@ class FanoutTable(Protocol):
     def commit(self, changes: Sequence[Change]) -> list[Verdict]:
         """All in one transaction, each with its own verdict, in order. A VIN may occur more than once."""
 
-    def parts_since(self, number: int, limit: int) -> list[Part]:
-        """Visible parts with greater numbers, in order. Whoever goes on from the last one misses none."""
+    def parts_since(self, merged: int, limit: int) -> list[Part]:
+        """Parts that were merged after that one, in the order they were. Whoever goes on from the last misses none."""
 
-    def last_part(self) -> int:
-        """The number of the newest visible part; 0: there is none."""
+    def last_merged(self) -> int:
+        """`merged` of the part that was merged last; 0: there is none."""
 
     def orphans(self, alive: Collection[int], after: str, limit: int) -> list[InFlight]:
         """Deliveries in flight from nodes whose leases are not among these, by VIN, behind `after`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast.errors import RequestError
+from holdfast.fanout.nouns import Sent
 
 VIN, REQUEST = "{VIN}", "{request_id}"
 
@@ -15,7 +16,7 @@ class Vehicle(NamedTuple):
     vin: str
     client_id: str
     born: str
-    """The life of its session; the same when a session is resumed."""
+    """The life of its session, the same when it is resumed; empty: it ends with its connection."""
     epoch: int
     """Of its session: a newer one has taken over."""
     packet_bytes_max: int
@@ -24,6 +25,10 @@ class Vehicle(NamedTuple):
 
     def takes(self, request_id: str) -> bool:
         return self.requests is None or request_id in self.requests
+
+    def has(self, sent: Sent) -> bool:
+        """Was it sent in the session that this vehicle has?"""
+        return sent.client_id == self.client_id and sent.born == self.born != ""
 
 
 class Template:
@@ -41,15 +46,20 @@ class Template:
             raise RequestError(f"the topic {text!r} must be an ordinary one, without wildcards")
         self._vin = self._levels.index(VIN)
         self._request = self._levels.index(REQUEST) if REQUEST in self._levels else -1
-        self._head = text[: text.index(VIN)]
+        self.head = text[: text.index(VIN)]
         """What every topic of it begins with."""
+
+    @property
+    def filter(self) -> str:
+        """Matches every topic of it."""
+        return "/".join("+" if level in (VIN, REQUEST) else level for level in self._levels)
 
     def topic(self, vin: str, request_id: str = "") -> str:
         return self.text.replace(VIN, vin).replace(REQUEST, request_id)
 
     def parse(self, topic: str) -> tuple[str, str] | None:
         """VIN and request id of a topic that it makes; None: it is another."""
-        if not topic.startswith(self._head):
+        if not topic.startswith(self.head):
             return None
         levels = topic.split("/")
         if len(levels) != len(self._levels):
@@ -61,7 +71,7 @@ class Template:
 
     def covered_by(self, text: str) -> tuple[str | None, str | None] | None:
         """Of a filter that matches topics of it: which VIN and which request id (None: any); None: it matches none."""
-        if text[:1] not in ("+", "#") and self._head[:1] != text[:1]:
+        if text[:1] not in ("+", "#") and self.head[:1] != text[:1]:
             return None  # nearly every filter: it costs nothing more
         levels = text.split("/")
         vin: str | None = None

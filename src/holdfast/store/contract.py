@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast.fanout.table import FanoutTable
 from holdfast.log.log import Log
 from holdfast.log.manifest import Manifest
 from holdfast.log.staging import Staging
@@ -56,6 +57,9 @@ class Store(Protocol):
 
     def sessions(self) -> SessionTable:
         """Its sessions, whose wills go to its log. One object, however often it is asked for."""
+
+    def fanout(self) -> FanoutTable:
+        """What waits for vehicles; its ends go to the log `deliveries`. One object, however often it is asked for."""
 
     def staging(self) -> Staging:
         """Blocks that wait for their job. RequestError if the store lives in one process only."""

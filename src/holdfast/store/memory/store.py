@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 
 from holdfast.errors import RequestError
+from holdfast.fanout.table import FanoutTable
 from holdfast.log.log import Log
 from holdfast.log.manifest import Manifest
 from holdfast.log.staging import Staging
 from holdfast.log.watch import Watcher
 from holdfast.metadata.contract import Metadata
 from holdfast.sessions.table import SessionTable
+from holdfast.store.memory.fanout import FanoutState, MemoryFanoutTable
 from holdfast.store.memory.log import MemoryLog
 from holdfast.store.memory.metadata import MemoryMetadata, MemoryState
 from holdfast.store.memory.sessions import MemorySessionTable, SessionState
@@ -22,6 +24,7 @@ class _Contents:
     def __init__(self) -> None:
         self.log, self.watcher, self.keys = MemoryLog(), Watcher(), MemoryState()
         self.sessions = SessionState()
+        self.fanout = FanoutState()
 
 
 _named: dict[str, _Contents] = {}
@@ -37,6 +40,7 @@ class MemoryStore:
         self._log = Log(contents.log, contents.watcher, on_close=self.close)
         self._metadata = MemoryMetadata(contents.keys, self.close)
         self._sessions = MemorySessionTable(contents.sessions, contents.log, self._log)
+        self._fanout = MemoryFanoutTable(contents.fanout, contents.sessions, contents.log, self._log)
         self._closed = False
 
     def log(self) -> Log:
@@ -47,6 +51,9 @@ class MemoryStore:
 
     def sessions(self) -> SessionTable:
         return self._sessions
+
+    def fanout(self) -> FanoutTable:
+        return self._fanout
 
     def staging(self) -> Staging:
         raise RequestError("a store in memory cannot be written to by other processes; use sqlite or postgresql")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TextIO
 
+from holdfast.fanout.table import FanoutTable
 from holdfast.log.log import Log
 from holdfast.log.manifest import Manifest
 from holdfast.log.staging import Staging
@@ -12,6 +13,7 @@ from holdfast.metadata.contract import Metadata
 from holdfast.sessions.table import SessionTable
 from holdfast.store.in_sql.manifest import SqlManifest
 from holdfast.store.sqlite.database import SqliteDatabase
+from holdfast.store.sqlite.fanout import SqliteFanoutTable
 from holdfast.store.sqlite.hold import hold
 from holdfast.store.sqlite.log import SqliteLog
 from holdfast.store.sqlite.metadata import SqliteMetadata
@@ -29,6 +31,7 @@ class SqliteStore:
         self._log = Log(SqliteLog(self.database), self._watcher, manifest=self.manifest(), on_close=self.close)
         self._metadata = SqliteMetadata(self.database, self.close)
         self._sessions = SqliteSessionTable(self.database, self._log)
+        self._fanout = SqliteFanoutTable(self.database, self._log)
         self._closed = False
         self._held: TextIO | None = None
 
@@ -40,6 +43,9 @@ class SqliteStore:
 
     def sessions(self) -> SessionTable:
         return self._sessions
+
+    def fanout(self) -> FanoutTable:
+        return self._fanout
 
     def staging(self) -> Staging:
         return SqliteStaging(self.database)
