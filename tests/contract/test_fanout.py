@@ -428,8 +428,10 @@ def test_nobody_sees_half_of_an_upload(opener: Opener, table: FanoutTable, sha1:
         table.stage("up", [f"v{n:02}{m:03}" for m in range(1000)])
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(look)
-        add(table, upload="up")
-        stop.set()
+        try:
+            add(table, upload="up")
+        finally:
+            stop.set()
         looking.result(30)
     assert seen <= {0, 20}
 
@@ -972,8 +974,10 @@ def test_who_follows_the_parts_misses_none(opener: Opener, table: FanoutTable, s
 
     with ThreadPoolExecutor(5) as pool:
         followers = [pool.submit(follow) for _ in range(2)]
-        seqs = [seq for one in [pool.submit(publish, name) for name in "abc"] for seq in one.result(60)]
-        stop.set()
+        try:
+            seqs = [seq for one in [pool.submit(publish, name) for name in "abc"] for seq in one.result(60)]
+        finally:
+            stop.set()
         for follower in followers:
             seen = follower.result(30)
             assert [seq for _, seq in seen] == sorted(seqs)
@@ -1092,7 +1096,7 @@ def test_two_who_begin_the_same_delivery_exactly_one_does(
             rows = [(seen[vin][(at + n) % 2]) for n, vin in enumerate(vins)]
             random.shuffle(rows)
             changes = [begin(row, epochs[f"client-{row.vin}"], node=f"n{at}") for row in rows]
-            start.wait()
+            start.wait(30)
             verdicts = tables[at].commit(changes)
             assert set(verdicts) <= {Verdict.DONE, Verdict.BUSY, Verdict.GONE}
             return [c.flight for c, v in zip(changes, verdicts, strict=True) if v is Verdict.DONE]
@@ -1146,9 +1150,11 @@ def test_counts_add_up_at_every_moment(opener: Opener, store: Store, table: Fano
 
     with ThreadPoolExecutor(4) as pool:
         watching = pool.submit(watch)
-        for one in [pool.submit(disturb, seed) for seed in range(3)]:
-            one.result(60)
-        stop.set()
+        try:
+            for one in [pool.submit(disturb, seed) for seed in range(3)]:
+                one.result(60)
+        finally:
+            stop.set()
         watching.result(30)
     assert sums == {120}
     check(table, store, {added.campaign: set(vins)})
@@ -1202,9 +1208,11 @@ def test_a_payload_is_never_collected_from_under_a_batch(opener: Opener, store: 
 
     with ThreadPoolExecutor(3) as pool:
         collecting = pool.submit(collect)
-        for one in [pool.submit(publish, seed) for seed in range(2)]:
-            one.result(60)
-        stop.set()
+        try:
+            for one in [pool.submit(publish, seed) for seed in range(2)]:
+                one.result(60)
+        finally:
+            stop.set()
         collecting.result(30)
     while table.collect(table.now() + 3600, table.now() + 3600, 0.0, 100):
         pass
