@@ -84,9 +84,7 @@ class SqliteFanoutTable(SqlFanoutTable):
             sql = f"select {columns} from {table} t where t.{by[0]} = ? and {where}"
             return [row for key in keys for row in db.run(sql, *key)]
         # In one statement for all that differ in the first column only, as those of one batch do.
-        alike: dict[Row, list[str]] = {}
-        for first, *others in keys:
-            alike.setdefault(tuple(others), []).append(first)
+        alike = _alike(keys)
         sql = f"select {columns} {_AMONG} {table} t on t.{by[0]} = j.given where {where}"
         return [row for others, firsts in alike.items() for row in db.run(sql, json.dumps(firsts), *others)]
 
@@ -94,10 +92,23 @@ class SqliteFanoutTable(SqlFanoutTable):
         db.run_many(f"insert into {table} ({', '.join(columns)}) values ({', '.join('?' * len(columns))})", rows)
 
     def _delete(self, db: Db, table: str, by: Sequence[str], keys: Sequence[Row]) -> None:
-        db.run_many(f"delete from {table} where {' and '.join(f'{column} = ?' for column in by)}", keys)
+        if len(keys) < FEW or not isinstance(keys[0][0], str):
+            db.run_many(f"delete from {table} where {' and '.join(f'{column} = ?' for column in by)}", keys)
+            return
+        among = f"{by[0]} in (select value from json_each(?))"
+        sql = f"delete from {table} where {' and '.join([among, *(f'{column} = ?' for column in by[1:])])}"
+        db.run_many(sql, [(json.dumps(firsts), *others) for others, firsts in _alike(keys).items()])
 
     def _insert_waiting(self, db: Db, rows: Sequence[WaitingRow]) -> None:
-        self._insert(db, "fanout_waiting", WAITING_COLUMNS, rows)
+        few: list[Row] = []
+        for others, vins in _alike(rows).items():
+            if len(vins) < FEW:
+                few += [(vin, *others) for vin in vins]
+            else:
+                sql = "insert into fanout_waiting select value, ?, ?, ?, ?, ?, ? from json_each(?)"
+                db.run(sql, *others, json.dumps(vins))
+        if few:
+            self._insert(db, "fanout_waiting", WAITING_COLUMNS, few)
 
     def _insert_flights(self, db: Db, rows: Sequence[FlightRow]) -> None:
         self._insert(db, "fanout_in_flight", FLIGHT_COLUMNS, rows)
@@ -109,3 +120,11 @@ class SqliteFanoutTable(SqlFanoutTable):
         return dict(
             self._get(db, "client_id, epoch", "sessions", ("client_id",), [(c,) for c in client_ids], also="not dead")
         )
+
+
+def _alike(rows: Iterable[Row]) -> dict[Row, list[str]]:
+    """First columns, by all others."""
+    found: dict[Row, list[str]] = {}
+    for row in rows:
+        found.setdefault(row[1:], []).append(row[0])
+    return found
