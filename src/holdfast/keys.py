@@ -10,6 +10,7 @@
     /holdfast/nodes/NAME/LEASE                                      a node that is there
     /holdfast/bans/KIND/NAME                                        who may not connect
     /holdfast/bans-changed                                          moves whenever a ban does
+    /holdfast/fanout-results                                        up to where vehicles' results are settled
 
 Names are up to 65,535 bytes long and may hold anything. What has a meaning here is written as %XX, and a part that is
 too long for a key is its beginning, a ~ and its hash; in a part that is not shortened a ~ is written as %7E, so nobody
@@ -25,6 +26,7 @@ from holdfast.model import Stream
 
 BANS = "/holdfast/bans/"
 BANS_CHANGED = "/holdfast/bans-changed"
+FANOUT_RESULTS = "/holdfast/fanout-results"
 GROUPS = "/holdfast/groups/"
 NODES = "/holdfast/nodes/"
 SUBSCRIPTIONS = "/holdfast/subscriptions/"

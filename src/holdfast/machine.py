@@ -40,7 +40,7 @@ class Address(NamedTuple):
 
     node: str
     kind: str
-    """`registry`, `leader`, `agent`, `batch` (a batch member), `asker` (whoever sent an `Ask`) or `session`."""
+    """`registry`, `leader`, `agent`, `batch` (a batch member), `asker` (of an `Ask`), `session` or `fanout`."""
     name: str = ""
     """The group of a leader, `session/incarnation` of an agent or batch member, an asker's request, a client id."""
 

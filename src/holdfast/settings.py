@@ -129,6 +129,40 @@ class GroupSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FanoutSettings:
+    enabled: bool = True
+    """False: requests are refused, and nothing is sent."""
+    vehicle: str = "subscription"
+    """How a session is known to be a vehicle's: subscription (it is subscribed to a topic with its VIN), client_id or
+    username (that is its VIN)."""
+    request_topic: str = "agent/{VIN}/proxy/request/{request_id}"
+    """Where deliveries go."""
+    result_topic: str = "agent/{VIN}/proxy/ack/{request_id}"
+    """Where vehicles publish how it went."""
+    heartbeat_topics: str = "ecp/{VIN}/online"
+    """Topics on which vehicles say that they are there, with commas between them."""
+    dispatchers: int = 2
+    """How many shares of the vehicles are looked after side by side."""
+    attempts_max: int = 5
+    """A delivery that a vehicle has refused so often has failed."""
+    backoff_secs: float = 1.0
+    """How long the second attempt waits; each further one twice as long, up to backoff_secs_max."""
+    backoff_secs_max: float = 300.0
+    ack_secs: float = 0.0
+    """A delivery that is not answered for so long is sent anew; 0: as long as the connection lasts."""
+    result_secs: float = 3600.0
+    """How long a campaign that wants results waits for one."""
+    sweep_secs: float = 5.0
+    """How often what other nodes have added or left behind is looked for."""
+    campaign_idle_secs: float = 3600.0
+    """A campaign with nothing to do and no new batch for so long is closed."""
+    keep_secs: float = 604_800.0
+    """How long closed campaigns and ended deliveries are kept."""
+    collect_secs: float = 60.0
+    """How often what is old is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HttpSettings:
     listen: str = "127.0.0.1:8083"
     """HOST:PORT for the HTTP API; empty: none."""
@@ -182,6 +216,7 @@ class Settings:
     sessions: SessionSettings = field(default_factory=SessionSettings)
     cursors: CursorSettings = field(default_factory=CursorSettings)
     groups: GroupSettings = field(default_factory=GroupSettings)
+    fanout: FanoutSettings = field(default_factory=FanoutSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
 
@@ -194,6 +229,7 @@ CHOICES = {
     "log.shard_by": ("publisher", "topic"),
     "sessions.on_trimmed": ("error", "earliest", "latest"),
     "groups.on_trimmed": ("error", "earliest", "latest"),
+    "fanout.vehicle": ("subscription", "client_id", "username"),
     "auth.allow_anonymous": ("loopback", "never", "always"),
     "auth.jwt_algorithm": ("", "HS256", "RS256", "ES256"),
     "log_level": ("debug", "info", "warning", "error"),

@@ -352,7 +352,7 @@ def test_refusals_name_what_is_wrong_and_store_nothing(table: FanoutTable, sha1:
         refusal = refused(table, one)
         assert isinstance(refusal, kind), name
         assert text in str(refusal), name
-    assert table.page(0, 10) == [] and table.last_part() == 0 and table.find("task_a_1") is None
+    assert table.page(0, 10) == [] and table.last_merged() == 0 and table.find("task_a_1") is None
 
 
 @pytest.mark.parametrize(
@@ -388,13 +388,17 @@ def test_an_upload_becomes_visible_all_at_once(opener: Opener, table: FanoutTabl
     for at in range(0, len(vins), PART_IDS_MAX):
         table.stage("up", vins[at : at + PART_IDS_MAX])
     table.stage("other", ["x"])
-    assert table.last_part() == 0 and table.unmerged(10) == ([], "") and table.parts_since(0, 10) == []
+    assert table.unmerged(10) == ([], "") and table.parts_of(1, 0, 10) == []
     added = add(opener().fanout(), upload="up")
     assert added.accepted == len(vins) and not added.merged
-    parts = table.parts_since(0, 10)
-    assert [vin for part in parts for vin in part.ids] == vins and table.last_part() == parts[-1].number
+    parts = table.parts_of(added.campaign, 0, 10)
+    assert [vin for part in parts for vin in part.ids] == vins and not any(part.merged for part in parts)
+    assert table.last_merged() == 0 and table.parts_since(0, 10) == [], "nothing of it can be found yet"
     assert isinstance(refused(table, NewBatch("task_a_1", sha1, [], upload="up")), RequestError)
     merge_all(table)
+    merged = table.parts_since(0, 10)
+    assert [part._replace(merged=0) for part in merged] == parts
+    assert [part.merged for part in merged] == [1, 2, 3] and table.last_merged() == 3
     assert counts(table, added.campaign) == {"waiting": len(vins)}
     with pytest.raises(RequestError, match="at most 5000"):
         table.stage("up", [f"{n:06}" for n in range(PART_IDS_MAX + 1)])
@@ -421,7 +425,7 @@ def test_nobody_sees_half_of_an_upload(opener: Opener, table: FanoutTable, sha1:
 
     def look() -> None:
         while not stop.is_set():
-            seen.add(len(other.parts_since(0, 100)))
+            seen.add(len(other.parts_of(1, 0, 100)))
             seen.add(sum(c.targets for c in other.counts([1]).values()) // 1000)
 
     for n in range(20):
@@ -688,7 +692,7 @@ def test_a_delivery_goes_its_way(opener: Opener, store: Store, table: FanoutTabl
     assert table.commit([Begin(seen, flown)]) == [Verdict.DONE]
     other = opener().fanout()
     assert other.vehicle("v") == (flown, [], []) and counts(other, added.campaign) == {"in_flight": 1}
-    assert other.commit([Return(flown, attempts=1, not_before=1_700_000_010.5)]) == [Verdict.DONE]
+    assert other.commit([Return(flown, attempts=1, not_before=1_700_000_010.5, sent=flown.sent)]) == [Verdict.DONE]
     back = Waiting("v", seen.place, added.campaign, seen.payload, 2e9, 1, 1_700_000_010.5, flown.sent)
     assert table.vehicle("v") == (None, [back], []) and counts(table, added.campaign) == {"waiting": 1}
     again = flight(back, epoch, packet_id=2)
@@ -748,7 +752,7 @@ def test_one_delivery_in_flight_per_vehicle(store: Store, table: FanoutTable, sh
     assert done == [Verdict.DONE, Verdict.DONE]
     now = table.vehicle("v")
     assert now[0] == flight(second, epoch, packet_id=9) and now[1] == []
-    back = Return(flight(second, epoch, packet_id=9), 0)
+    back = Return(flight(second, epoch, packet_id=9), 0, sent=flight(second, epoch, packet_id=9).sent)
     again = Waiting(*second[:5], sent=flight(second, epoch, packet_id=9).sent)
     changes = [back, begin(again, epoch, packet_id=10), back, Await(flight(second, epoch, packet_id=10), 1.0)]
     assert table.commit(changes) == [Verdict.DONE, Verdict.DONE, Verdict.DONE, Verdict.GONE]
@@ -962,8 +966,8 @@ def test_who_follows_the_parts_misses_none(opener: Opener, table: FanoutTable, s
         while True:
             ending = stop.is_set()
             for part in other.parts_since(last, 3):
-                seen.append((part.number, part.seq))
-                last = part.number
+                seen.append((part.merged, part.seq))
+                last = part.merged
                 ending = False
             if ending:
                 return seen
@@ -982,7 +986,7 @@ def test_who_follows_the_parts_misses_none(opener: Opener, table: FanoutTable, s
             seen = follower.result(30)
             assert [seq for _, seq in seen] == sorted(seqs)
             assert [number for number, _ in seen] == sorted({number for number, _ in seen})
-            assert seen[-1][0] == table.last_part()
+            assert seen[-1][0] == table.last_merged()
 
 
 def test_parts_of_a_campaign_say_whom_it_was_for(table: FanoutTable, sha1: bytes) -> None:
@@ -1032,7 +1036,7 @@ def test_a_run_that_was_interrupted_is_taken_up_by_another(opener: Opener, table
     assert [p.seq for p in parts] == [added.seq] and after == run[0].last, "exactly its parts"
     assert other.merge_step(run[0]) is None, "it is further"
     assert other.merge_step(run[2]) is None, "it is not so far"
-    assert other.merge_step(run[1]._replace(parts=(*run[1].parts, table.last_part()))) is None
+    assert other.merge_step(run[1]._replace(parts=(*run[1].parts, run[1].parts[-1] + 1))) is None
     done = other.merge_step(run[1])
     assert done is not None and done.vins == vins[100:200] and done.repeated == 0
     assert table.merge_step(run[1]) is None
@@ -1292,7 +1296,7 @@ def test_closed_campaigns_are_collected_in_bounded_steps(store: Store, table: Fa
     assert [c.id for c in table.page(0, 10)] == [kept.campaign] and len(waiting(table, "v000")) == 1
     again = add(table, "v", sha1=table.put_payload(b"new"))
     assert again.number == 2 and again.campaign > kept.campaign and again.seq > kept.seq, "no number twice"
-    assert table.last_part() > 0
+    assert table.last_merged() > 0
     assert table.collect(0.0, 0.0, table.now() - 60, 10) == 0
     assert table.collect(0.0, 0.0, later, 10) == 1
     assert not add(table, "v", key="k", digest=b"other").repeated

@@ -53,7 +53,16 @@ class Bench:
         return client
 
     def say(self, client: Client, message: Any, group: GroupId = G) -> tuple[int, str]:
-        return self.members.publish(client, client.way("from", group), wire.encode(message))
+        return self.publish(client, client.way("from", group), wire.encode(message))
+
+    def publish(self, client: Client, topic: str, payload: bytes) -> tuple[int, str]:
+        """What the PUBACK says, which is decided at once."""
+        answers: list[tuple[int, str]] = []
+        self.members.publish(
+            client, topic, payload, False, lambda reason, why, *, end=False: answers.append((reason, why))
+        )
+        (answer,) = answers
+        return answer
 
 
 def wanted(client: Client, incarnation: int = 1, number: int = 1, life: int = 1, carried: Any = ()) -> m.FindLeader:
@@ -161,7 +170,7 @@ def test_too_many_marks_or_ranges_are_refused(monkeypatch):
 def test_a_payload_that_is_not_text_or_not_a_message_is_refused_with_words(payload):
     bench = Bench()
     client = bench.connect("spark")
-    reason, why = bench.members.publish(client, client.way("from"), payload)
+    reason, why = bench.publish(client, client.way("from"), payload)
     assert reason == FORMAT_INVALID and why
 
 
@@ -169,7 +178,7 @@ def test_a_topic_that_is_not_utf8_is_refused_with_words():
     bench = Bench()
     client = bench.connect("spark")
     bad = f"{PREFIX}g%FF:a/from/spark"
-    reason, why = bench.members.publish(client, bad, wire.encode(wanted(client)))
+    reason, why = bench.publish(client, bad, wire.encode(wanted(client)))
     assert reason == TOPIC_INVALID and "not percent-encoded UTF-8" in why
     assert bench.members.subscribe(client, bad.replace("from", "to"), None, None) == FILTER_INVALID
     with pytest.raises(Exception, match="expected"):

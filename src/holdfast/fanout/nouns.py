@@ -138,6 +138,8 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_sec: float | None = None
     in_flight_max: int | None = None
     awaits_result: bool = False
+    replaces: bool = True
+    """What waits of earlier campaigns with its request id is superseded by it."""
     version: int = 0
     """One more with every change."""
     settings: bytes = b""
@@ -171,3 +173,12 @@ class Counts(msgspec.Struct, kw_only=True):
     def under_way(self) -> int:
         """Without an end yet."""
         return self.waiting + self.in_flight + self.awaiting_result
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """Node -> other nodes. It may be lost: whoever hears nothing looks by itself, a little later."""
+
+    merged: bool = False
+    """Parts were merged."""
+    campaigns: tuple[int, ...] = ()
+    """Something has changed about these."""

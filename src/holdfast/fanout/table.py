@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import inf
 from typing import NamedTuple, Protocol
 
-from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, State, Waiting
+from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, Sent, State, Waiting
 
 PART_IDS_MAX = 5_000
 """So many vehicles in one part; a batch has as many parts as it takes."""
@@ -77,6 +77,8 @@ class Part(NamedTuple):
     campaign: int
     ids: Sequence[str]
     """Sorted."""
+    merged: int = 0
+    """In the order in which parts were merged; 0: it is not."""
 
 
 class MergeStep(NamedTuple):
@@ -122,11 +124,13 @@ class Adopt(NamedTuple):
 
 
 class Return(NamedTuple):
-    """In flight → waiting, at its old place, with `sent` as it was."""
+    """In flight → waiting, at its old place."""
 
     seen: InFlight
     attempts: int
     not_before: float = 0.0
+    sent: Sent | None = None
+    """As what the vehicle may still hold it; None: it is done with that attempt."""
 
 
 class Await(NamedTuple):
@@ -250,11 +254,11 @@ class FanoutTable(Protocol):
     def commit(self, changes: Sequence[Change]) -> list[Verdict]:
         """All in one transaction, each with its own verdict, in order. A VIN may occur more than once."""
 
-    def parts_since(self, number: int, limit: int) -> list[Part]:
-        """Visible parts with greater numbers, in order. Whoever goes on from the last one misses none."""
+    def parts_since(self, merged: int, limit: int) -> list[Part]:
+        """Parts that were merged after that one, in the order they were. Whoever goes on from the last misses none."""
 
-    def last_part(self) -> int:
-        """The number of the newest visible part; 0: there is none."""
+    def last_merged(self) -> int:
+        """`merged` of the part that was merged last; 0: there is none."""
 
     def orphans(self, alive: Collection[int], after: str, limit: int) -> list[InFlight]:
         """Deliveries in flight from nodes whose leases are not among these, by VIN, behind `after`."""

@@ -8,7 +8,7 @@ wall clock may be wrong for a while, and what was dropped does not come back whe
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.log import blocks, index
@@ -47,6 +47,9 @@ class RetentionSettings:
     """Drop the oldest sealed generations while a log holds more than this."""
 
 
+NOTHING_SPECIAL: Mapping[str, RetentionSettings] = {}
+
+
 @dataclass(slots=True)
 class Upkeep:
     """What one round did."""
@@ -79,13 +82,19 @@ class Pace:
         self._since = time.monotonic()
 
 
-def maintain(log: Log, settings: RetentionSettings = RetentionSettings(), rests: float = 0.0) -> Upkeep:  # noqa: B008
-    """One round over every log of the store."""
+def maintain(
+    log: Log,
+    settings: RetentionSettings = RetentionSettings(),  # noqa: B008
+    rests: float = 0.0,
+    special: Mapping[str, RetentionSettings] = NOTHING_SPECIAL,
+) -> Upkeep:
+    """One round over every log of the store; `special`: logs with settings of their own."""
     done, pace = Upkeep(), Pace(rests)
     _sweep(log, done, pace)  # first, too: it makes room, and what follows may fail for want of it
     for name in log.logs():
-        done.sealed += _roll(log, name, settings)
-        done.dropped += expire(log, name, settings)
+        chosen = special.get(name, settings)
+        done.sealed += _roll(log, name, chosen)
+        done.dropped += expire(log, name, chosen)
         for head in log.backend.heads(name):
             done.merged += merge_small(log.backend, head, pace)
             done.indexed += index_full(log.backend, head, pace)

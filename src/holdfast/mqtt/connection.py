@@ -71,6 +71,8 @@ class Hold(Enum):
     """It has had its share of this turn."""
     FROZEN = auto()
     """The node may not serve its session just now."""
+    ANSWER = auto()
+    """Enough of what it has asked for is not answered yet."""
 
     __hash__ = object.__hash__
 
@@ -98,6 +100,8 @@ class ConnectionSettings:
     """Packets, other than plain publishes and acks, that one connection may have before the others get their turn."""
     long_way_bytes: int = 256 << 10
     """Publishes that the fast path left wait for a commit after this much of one connection."""
+    asked_max: int = 64
+    """Publishes to control topics that one connection may have unanswered; it is not read from until they are fewer."""
     held_bytes: int = 64 << 10
     """While parsing is held, more than this waits in the client's own buffers, not in ours."""
 
@@ -208,6 +212,8 @@ class Answered:
     packet_id: int
     reason: int
     why: str = ""
+    end: bool = False
+    """MQTT 3 has no words for a refusal: there the connection is ended instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,12 +350,13 @@ class PublishOne:
 
 @dataclass(frozen=True, slots=True)
 class PublishControl:
-    """A PUBLISH to a topic that begins with `$`: answer Answered."""
+    """A PUBLISH to a topic that begins with `$`: answer Answered, at once or later."""
 
     topic: str
     payload: bytes
     qos: int
     packet_id: int
+    retain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +444,7 @@ class Connection:
 
     __slots__ = (
         "_aliases",
+        "_asked",
         "_at",
         "_chunks",
         "_close_at",
@@ -479,6 +487,8 @@ class Connection:
         self.under_way = 0
         """QoS 1 and 2 publishes of the client that we have not answered yet."""
         self.holds = NO_HOLDS
+        self._asked = 0
+        """Publishes to control topics that are not answered yet."""
         self._may_publish: Callable[[str], bool] | None = None
         self._inbound = Inbound()
         self._aliases: dict[int, str] = {}
@@ -570,7 +580,12 @@ class Connection:
                 if hold is not None:
                     self._release(hold, now)
             case Answered():
+                self._asked -= 1
+                if event.end and event.reason >= 0x80 and self.version < p.V5:
+                    self._close(event.reason, event.why, now)
+                    return
                 self._answer(event)
+                self._release(Hold.ANSWER, now)
             case Welcome():
                 self._on_welcome(event, now)
             case Refuse(reason, version, server):
@@ -852,7 +867,10 @@ class Connection:
         qos, packet_id = packet.qos, packet.packet_id
         self._hold_back(len(topic) + len(packet.payload) + len(packet.properties))
         if topic[0] == "$":
-            self._effects.append(PublishControl(topic, packet.payload, qos, packet_id))
+            self._effects.append(PublishControl(topic, packet.payload, qos, packet_id, packet.retain))
+            self._asked += 1
+            if self._asked >= self._settings.asked_max:
+                self._hold(Hold.ANSWER)
             return
         if not self._allowed(topic):
             self._answer(Answered(qos, packet_id, Reason.NOT_AUTHORIZED))

@@ -30,7 +30,7 @@ from holdfast.groups.shares import check_group_name
 from holdfast.machine import Address
 from holdfast.model import Start
 from holdfast.mqtt.reasons import Reason
-from holdfast.runtime.control_topics import ControlClient
+from holdfast.runtime.control_topics import Answer, ControlClient
 from holdfast.topics import check_filter
 
 logger = logging.getLogger("holdfast.groups")
@@ -160,7 +160,10 @@ class BatchMembers:
 
     # -- from the client ---------------------------------------------------------------------------------
 
-    def publish(self, client: ControlClient, topic: str, payload: bytes) -> tuple[int, str]:
+    def publish(self, client: ControlClient, topic: str, payload: bytes, retain: bool, answer: Answer) -> None:
+        answer(*self._publish(client, topic, payload))
+
+    def _publish(self, client: ControlClient, topic: str, payload: bytes) -> tuple[int, str]:
         """A PUBLISH to a control topic; what the PUBACK says, and why."""
         try:
             way = Way.parse(topic)

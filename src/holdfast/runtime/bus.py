@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError
+from holdfast.fanout.nouns import Hint
 from holdfast.groups.protocol import wire
 from holdfast.machine import Address
 from holdfast.runtime.supervisor import Supervisor
@@ -27,23 +28,24 @@ logger = logging.getLogger("holdfast.bus")
 Deliver = Callable[[Address, Any], None]
 
 
-_OF_SESSIONS = {"Release": Release, "Released": Released}
+_PLAIN = {kind.__name__: kind for kind in (Release, Released, Hint)}
+"""Messages that are not the groups'."""
 
 
 def encode(to: Address, message: Any) -> bytes:
-    if isinstance(message, Release | Released):
+    if type(message).__name__ in _PLAIN:
         return msgspec.json.encode((to, (type(message).__name__, message)))
     return msgspec.json.encode((to, msgspec.Raw(wire.encode(message))))
 
 
 def decode(data: bytes) -> tuple[Address, Any]:
     to, message = msgspec.json.decode(data, type=tuple[Address, msgspec.Raw])
-    if to.kind != "session":
+    if to.kind not in ("session", "fanout"):
         return to, wire.decode(bytes(message))
     name, body = msgspec.json.decode(message, type=tuple[str, msgspec.Raw])
-    if name not in _OF_SESSIONS:
-        raise RequestError(f"expected Release or Released for a session, got {name!r}")
-    return to, msgspec.json.decode(body, type=_OF_SESSIONS[name])
+    if name not in _PLAIN:
+        raise RequestError(f"expected {', '.join(_PLAIN)}, got {name!r}")
+    return to, msgspec.json.decode(body, type=_PLAIN[name])
 
 
 class NodeBus:

@@ -267,8 +267,11 @@ class Connection(asyncio.Protocol):
     def _publish_control(self, effect: mc.PublishControl) -> None:
         if self.session is None:
             return
-        reason, why = self._front.publish_control(self, effect.topic, effect.payload)
-        self.handle(mc.Answered(effect.qos, effect.packet_id, reason, why))
+
+        def answer(reason: int, why: str, *, end: bool = False) -> None:
+            self.handle(mc.Answered(effect.qos, effect.packet_id, reason, why, end))
+
+        self._front.publish_control(self, effect.topic, effect.payload, effect.retain, answer)
 
     def _after_commit(self, effect: mc.AfterCommit) -> None:
         self._front.ingest.in_turn(lambda _: self.handle(effect.event))

@@ -3,7 +3,7 @@
 A handler registers its prefix once; connections and subscriptions ask the table and know no handler by name:
 
     handler = control_topics.handler(topic)       None: an ordinary topic
-    handler.publish(client, topic, payload)       a PUBLISH: the reason code of its answer, and why
+    handler.publish(client, topic, …, answer)     a PUBLISH: answered at once or later
     handler.subscribe(client, topic, start, key)  a SUBSCRIBE: the reason code for the SUBACK
     handler.unsubscribe(client, topic)            an UNSUBSCRIBE: whether there was such a subscription
     control_topics.gone(client)                   the connection is over: every handler is told
@@ -34,10 +34,17 @@ class ControlClient(Protocol):
         """A PUBLISH past the session, at QoS 0: a client that cannot take it now goes without."""
 
 
+class Answer(Protocol):
+    """How a PUBLISH is answered, once."""
+
+    def __call__(self, reason: int, why: str, *, end: bool = False) -> None:
+        """`end`: a client of MQTT 3, which has no words for a refusal, is disconnected."""
+
+
 class ControlHandler(Protocol):
     """Whoever answers for the topics under one prefix."""
 
-    def publish(self, client: ControlClient, topic: str, payload: bytes) -> tuple[int, str]: ...
+    def publish(self, client: ControlClient, topic: str, payload: bytes, retain: bool, answer: Answer) -> None: ...
 
     def subscribe(self, client: ControlClient, topic: str, start: Start | None, key: Key | None) -> int: ...
 

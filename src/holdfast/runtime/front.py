@@ -25,7 +25,7 @@ from holdfast.sessions.session import Session
 
 if TYPE_CHECKING:
     from holdfast.runtime.connection import Connection
-    from holdfast.runtime.control_topics import ControlTopics
+    from holdfast.runtime.control_topics import Answer, ControlTopics
     from holdfast.runtime.delivery import DeliveryHost
     from holdfast.runtime.ingest import Ingest
     from holdfast.runtime.metrics import Metrics
@@ -105,12 +105,13 @@ class Front:
     def free_id(self, session: Session, packet_id: int, freed: Callable[[], None]) -> None:
         self._sessions.free_id(session, packet_id, freed)
 
-    def publish_control(self, connection: Connection, topic: str, payload: bytes) -> tuple[int, str]:
+    def publish_control(self, connection: Connection, topic: str, payload: bytes, retain: bool, answer: Answer) -> None:
         """A PUBLISH to a topic that begins with `$`."""
         handler = self._control.handler(topic)
         if handler is None:
-            return Reason.NOT_AUTHORIZED, ""
-        return handler.publish(connection, topic, payload)
+            answer(Reason.NOT_AUTHORIZED, "")
+        else:
+            handler.publish(connection, topic, payload, retain, answer)
 
     # -- CONNECT -----------------------------------------------------------------------------------------
 

@@ -12,9 +12,12 @@ from typing import Any
 
 from holdfast.auth.authenticator import Authenticator
 from holdfast.errors import HoldfastError
+from holdfast.fanout.nouns import DELIVERIES, Hint
 from holdfast.keys import NODES
+from holdfast.log import Appended
 from holdfast.log.retention import RetentionSettings, maintain
-from holdfast.model import LOG, RETAIN
+from holdfast.machine import Address
+from holdfast.model import LOG, RETAIN, Batch
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.bans import BanHost
 from holdfast.runtime.batch_members import PREFIX as BATCH_MEMBERS
@@ -23,6 +26,12 @@ from holdfast.runtime.control_topics import ControlTopics
 from holdfast.runtime.cursor_copies import CursorCopies
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.drain import DrainHost
+from holdfast.runtime.fanout import FanoutHost
+from holdfast.runtime.fanout_admin import FanoutAdmin
+from holdfast.runtime.fanout_intake import PREFIX as FANOUT
+from holdfast.runtime.fanout_intake import FanoutIntake
+from holdfast.runtime.fanout_keeper import FanoutKeeper
+from holdfast.runtime.fanout_results import FanoutResults
 from holdfast.runtime.front import Front, auth_options
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import Ingest
@@ -62,6 +71,7 @@ class Node:
         self.store.hold(self.node_id)
         self.log = self.store.log()
         self.log.create(LOG, settings.log.shards, settings.log.shard_by)
+        self.log.create(DELIVERIES, 1, "topic")
         self.metadata = open_metadata(settings.metadata) if settings.metadata else self.store.metadata()
         self.auth = Authenticator(auth_options(settings.auth))
         self.ready = False
@@ -85,7 +95,7 @@ class Node:
         self.ingest = Ingest(
             self.log,
             settings.limits.batch_bytes_max,
-            self.delivery.committed,
+            self._committed,
             self.delivery.machine.anyone_for,
             self._commit_failed,
         )
@@ -131,6 +141,22 @@ class Node:
             self.spawn,
         )
         self.groups.register("session", self.sessions.deliver)
+        self.fanout = FanoutHost(self.node_id, settings.fanout, self.store.fanout(), self.sessions, self.notices)
+        self.fanout_intake = FanoutIntake(
+            self.fanout, self.auth.acl.may_publish, self._tell_nodes, settings.fanout.enabled
+        )
+        self.fanout_keeper = FanoutKeeper(
+            self.node_id,
+            settings.fanout,
+            self.fanout,
+            self._alive_leases,
+            self.fanout_intake.look_for_unmerged,
+            self._tell_nodes,
+        )
+        self.fanout_results = FanoutResults(self.fanout, self.fanout_keeper, self.log, self.metadata)
+        self.fanout_admin = FanoutAdmin(self.fanout, self.fanout_keeper, self.log, self.rows.table)
+        self.groups.register("fanout", self.fanout_keeper.deliver)
+        self.control.register(FANOUT, self.fanout_intake)
         if settings.metadata:
             self._copies = CursorCopies(self.metadata, lambda: self.delivery.heads)
             self.sessions.on_written = self._copies.written
@@ -210,6 +236,12 @@ class Node:
         await self.lease.begin()
         self.supervisor.run_thread("lease", self.lease.keep)
         self.supervisor.run("sweep", self.sweep.run)
+        if settings.fanout.enabled:
+            await self.fanout_keeper.begin()
+            self.supervisor.run("fan-out's merge", self.fanout_intake.merge)
+            self.supervisor.run("fan-out's follower", self.fanout_keeper.follow)
+            self.supervisor.run("fan-out's keeper", self.fanout_keeper.keep)
+            self.supervisor.run("fan-out's results", self.fanout_results.follow)
         self.supervisor.run("bans", self.bans.run)
         self.supervisor.run("tick", self._tick)
         self.supervisor.run("upkeep", self._upkeep)
@@ -249,6 +281,7 @@ class Node:
         await self.groups.stop()
         if not await self.sessions.stopped(STOP_SECONDS):
             logger.error("some sessions could not be saved: what they did last comes again")
+        await self.fanout.settled(STOP_SECONDS)
         await asyncio.get_running_loop().run_in_executor(None, self.lease.end)
         await self.supervisor.stop()
         for task in list(self._tasks):
@@ -259,6 +292,7 @@ class Node:
         self.sessions.close()
         if self._copies is not None:
             self._copies.close()
+        self.fanout.close()
         self.sweep.close()
         self.bans.close()
         self.rows.close()
@@ -275,6 +309,11 @@ class Node:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the node failed", exc_info=task.exception())
+
+    def _committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> None:
+        self.delivery.committed(appended, parts, now)
+        self.fanout.heard(parts.values())
+        self.fanout_results.heard(list(parts.values()))
 
     def _commit_failed(self, error: Exception) -> None:
         self.failure = str(error)
@@ -303,6 +342,16 @@ class Node:
     def _others(self) -> list[str]:
         """On a thread. Nodes that groups can be left to."""
         return sorted(node.name for node in nodes(self.metadata) if node.name != self.node_id and not node.draining)
+
+    def _tell_nodes(self, hint: Hint) -> None:
+        """Whoever else may have vehicles that this concerns."""
+        if self.store.shared:
+            self.spawn(self._tell_others(hint))
+
+    async def _tell_others(self, hint: Hint) -> None:
+        for node in await asyncio.get_running_loop().run_in_executor(None, nodes, self.metadata):
+            if node.name != self.node_id:
+                self.groups.send(Address(node.name, "fanout"), hint)
 
     def _send_clients_to(self, server: str) -> None:
         self.front.another_server = server
@@ -351,12 +400,15 @@ class Node:
             keep_seconds=chosen.keep_secs or None,
             keep_bytes=chosen.keep_bytes or None,
         )
+        keep = self.settings.fanout.keep_secs
+        ended = RetentionSettings(generation_seconds_max=max(keep / 7, 1.0), keep_seconds=keep) if keep else retention
+        special = {DELIVERIES: ended}
         while True:
             await asyncio.sleep(chosen.upkeep_secs)
             before = dict(self.delivery.heads)
             try:
                 led = await self.groups.led()
-                await loop.run_in_executor(None, maintain, self.log, retention, UPKEEP_RESTS)
+                await loop.run_in_executor(None, maintain, self.log, retention, UPKEEP_RESTS, special)
                 heads = await loop.run_in_executor(None, self.log.heads, LOG)
                 await self.delivery.look_at_lake()
                 dropped = before.keys() - {head.stream for head in heads} - self.delivery.heads.lake.keys()

@@ -29,6 +29,14 @@ class Subscribed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsubscribed:
+    """The session does not have this subscription any more."""
+
+    client_id: str
+    filter: str
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """The client is connected; `present`: to a session that was there before."""
 
@@ -54,9 +62,9 @@ class Gone:
     ended: bool
 
 
-Notice = Subscribed | Resumed | Acked | Gone
+Notice = Subscribed | Unsubscribed | Resumed | Acked | Gone
 
-N = TypeVar("N", Subscribed, Resumed, Acked, Gone)
+N = TypeVar("N", Subscribed, Unsubscribed, Resumed, Acked, Gone)
 
 
 class Notices:

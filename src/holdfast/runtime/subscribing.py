@@ -287,6 +287,8 @@ class Subscribing:
             if found is not None:
                 gone.append(filter_text)
             reasons.append(0x00 if found is not None else 0x11)
+        for filter_text in gone:
+            self._said.emit(notices.Unsubscribed(session.client_id, filter_text))
         if gone:
             await self._keep(session)
         return codec.encode_unsuback(p.Unsuback(packet.packet_id, tuple(reasons)), connection.version), _nothing

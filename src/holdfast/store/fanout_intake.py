@@ -44,7 +44,8 @@ class PartRow(NamedTuple):
     body: int | bytes
     """Where its VINs are stored already, or they themselves, packed."""
     size: int
-    merged: bool
+    merged: int
+    """As which of all that were merged; 0: it is not."""
     expires: float | None
     """When somebody has to look for what of it still waits; None: never, or that is done."""
 
@@ -71,7 +72,7 @@ class Known:
         self.staged: dict[str, list[tuple[int, int]]] = {}
         """By upload: where its parts are, and how many VINs each has."""
         self.unmerged = False
-        self.seq = self.part = self.campaign = 0
+        self.seq = self.part = self.campaign = self.merged = 0
         """The last ones given before these batches."""
 
 
@@ -147,7 +148,9 @@ def _add(prepared: PreparedBatch, made: Plan) -> Added:
     expires = None if batch.expires == inf else batch.expires
     for body, size in bodies:
         known.part += 1
-        made.parts.append(PartRow(known.part, row.seq, campaign.id, body, size, direct, expires))
+        known.merged += direct
+        merged = known.merged if direct else 0
+        made.parts.append(PartRow(known.part, row.seq, campaign.id, body, size, merged, expires))
     if direct:
         made.rows.extend((vin, known.part) for vin in batch.ids)
         made.merged[known.part] = MergedPart(

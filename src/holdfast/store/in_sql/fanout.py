@@ -113,7 +113,7 @@ MAY_BE_SENT = "c.sending and (not c.waved or w.ticket <= c.cut)"
 AWAITS = ", ".join(AWAITING_COLUMNS)
 COUNTED = tuple(field.name for field in msgspec.structs.fields(Counts))
 _PART = """
-    select p.number, p.seq, b.place, p.campaign, i.data from fanout_parts p
+    select p.number, p.seq, b.place, p.campaign, i.data, p.merged_as from fanout_parts p
     join fanout_batches b on b.seq = p.seq join fanout_ids i on i.id = p.ids
 """
 _COUNT = f"""
@@ -239,9 +239,10 @@ class SqlFanoutTable(ABC):
         batches = [one.batch for one in prepared]
         uploads = sorted({(batch.upload,) for batch in batches if batch.upload is not None})
         # Whoever has these commits before the next one gets any: numbers become visible in order.
-        counters = db.run(f"select seq, part, campaign from fanout_counters{self._database.dialect.locked}")[0]
+        sql = f"select seq, part, campaign, merged from fanout_counters{self._database.dialect.locked}"
+        counters = db.run(sql)[0]
         known = Known(self._now(db))
-        known.seq, known.part, known.campaign = counters
+        known.seq, known.part, known.campaign, known.merged = counters
         for upload in uploads:
             rows = self._get(db, "ids, count", "fanout_staged", ("upload",), [upload])
             known.staged[upload[0]] = sorted((ids, count) for ids, count in rows)
@@ -263,8 +264,8 @@ class SqlFanoutTable(ABC):
 
     def _take_in(self, db: Transaction, made: Plan) -> None:
         known, now = made.known, made.known.now
-        sql = "update fanout_counters set seq = ?, part = ?, campaign = ?"
-        db.run(sql, known.seq, known.part, known.campaign)
+        sql = "update fanout_counters set seq = ?, part = ?, campaign = ?, merged = ?"
+        db.run(sql, known.seq, known.part, known.campaign, known.merged)
         if made.begun:
             marks = ", ".join("?" * len(CAMPAIGN_COLUMNS))
             rows = [_campaign_values(campaign) for campaign in made.begun.values()]
@@ -288,8 +289,9 @@ class SqlFanoutTable(ABC):
             at = part.body
             if not isinstance(at, int):
                 (at,) = db.run("insert into fanout_ids (data) values (?) returning id", at)[0]
-            parts.append((part.number, part.seq, part.campaign, at, part.size, part.merged, part.expires))
-        columns = ("number", "seq", "campaign", "ids", "count", "merged", "expires")
+            merged = part.merged or None
+            parts.append((part.number, part.seq, part.campaign, at, part.size, bool(merged), merged, part.expires))
+        columns = ("number", "seq", "campaign", "ids", "count", "merged", "merged_as", "expires")
         self._insert(db, "fanout_parts", columns, parts)
         for upload in made.uploads:
             db.run("delete from fanout_staged where upload = ?", upload)
@@ -325,6 +327,7 @@ class SqlFanoutTable(ABC):
         return self._changing(lambda db: self._merge_step(db, step), repeatable=True)
 
     def _merge_step(self, db: Transaction, step: MergeStep) -> tuple[Merged | None, Ends]:
+        merged = self._take_merged(db, len(step.parts)) if step.done else 0
         packed, after = db.run(f"select parts, after from fanout_merge{self._database.dialect.locked}")[0]
         run = tuple(json.loads(packed)) or step.parts
         if not step.parts or (run, after) != (step.parts, step.after):
@@ -343,10 +346,17 @@ class SqlFanoutTable(ABC):
         if step.done:
             where, given = self._ints("number", step.parts)
             db.run(f"update fanout_parts set merged = true where {where}", given)
+            numbered = [(merged + at, number) for at, number in enumerate(sorted(step.parts), start=1)]
+            db.run_many("update fanout_parts set merged_as = ? where number = ?", numbered)
             db.run("update fanout_merge set parts = '[]', after = ''")
         else:
             db.run("update fanout_merge set parts = ?, after = ?", json.dumps(step.parts), step.last)
         return done, self._make(db, moves)
+
+    def _take_merged(self, db: Db, parts: int) -> int:
+        """The last number given to a part that was merged, before these."""
+        sql = "update fanout_counters set merged = merged + ? returning merged"
+        return int(db.run(sql, parts)[0][0]) - parts
 
     def _overlap(self, db: Db, rows: Collection[tuple[str, int]], parts: dict[int, MergedPart]) -> Overlap:
         """Whom a campaign of these rows has as a target already, and who waits in an earlier one."""
@@ -469,13 +479,12 @@ class SqlFanoutTable(ABC):
             """
             loaded.sizes = dict(db.run(sql, given))
 
-    def parts_since(self, number: int, limit: int) -> list[Part]:
-        return [
-            _part_of(row) for row in self._rows(f"{_PART} where p.number > ? order by p.number limit ?", number, limit)
-        ]
+    def parts_since(self, merged: int, limit: int) -> list[Part]:
+        sql = f"{_PART} where p.merged_as > ? order by p.merged_as limit ?"
+        return [_part_of(row) for row in self._rows(sql, merged, limit)]
 
-    def last_part(self) -> int:
-        return int(self._rows("select coalesce(max(number), 0) from fanout_parts")[0][0])
+    def last_merged(self) -> int:
+        return int(self._rows("select merged from fanout_counters")[0][0])
 
     def orphans(self, alive: Collection[int], after: str, limit: int) -> list[InFlight]:
         where, given = self._ints("lease", alive)
@@ -606,8 +615,10 @@ class SqlFanoutTable(ABC):
         where, given = self._ints("seq", {seq_of(row.place) for row in rows})
         payloads: dict[int, int] = dict(db.run(f"select seq, payload from fanout_batches where {where}", given))
         groups = retried(rows, payloads.__getitem__)
-        sql = "update fanout_counters set seq = seq + ?, part = part + ? returning seq, part"
-        seq, part = db.run(sql, len(groups), len(groups))[0]
+        sql = """
+            update fanout_counters set seq = seq + ?, part = part + ?, merged = merged + ? returning seq, part, merged
+        """
+        seq, part, merged = db.run(sql, len(groups), len(groups), len(groups))[0]
         moves = Moves(self._now(db))
         for at, (payload, priority, group) in enumerate(groups):
             number = seq - at
@@ -616,8 +627,8 @@ class SqlFanoutTable(ABC):
             self._insert(db, "fanout_batches", BatchRow._fields, [batch])
             packed = pack_ids([row.vin for row in group])
             (ids,) = db.run("insert into fanout_ids (data) values (?) returning id", packed)[0]
-            sql = "insert into fanout_parts values (?, ?, ?, ?, ?, ?, null)"
-            db.run(sql, part - at, number, campaign, ids, len(group), True)
+            sql = "insert into fanout_parts values (?, ?, ?, ?, ?, ?, ?, null)"
+            db.run(sql, part - at, number, campaign, ids, len(group), True, merged - at)
             for row in group:
                 ticket = ticket_of(campaign, row.vin) if found.waved else None
                 moves.waiting[row.vin, place] = WaitingRow(row.vin, place, campaign, ticket)
@@ -753,8 +764,8 @@ def _campaign_of(row: Row) -> Campaign:
 
 
 def _part_of(row: Row) -> Part:
-    number, seq, place, campaign, packed = row
-    return Part(number, seq, place, campaign, unpack_ids(bytes(packed)))
+    number, seq, place, campaign, packed, merged = row
+    return Part(number, seq, place, campaign, unpack_ids(bytes(packed)), merged or 0)
 
 
 def _merged_part(row: Row) -> MergedPart:

@@ -106,7 +106,7 @@ class FanoutState:
         self.repeated: dict[int, int] = {}
         self.buckets: dict[int, Bucket] = {}
         self.keys: dict[str, tuple[bytes, Added, float]] = {}
-        self.last_payload = self.last_ids = self.last_seq = self.last_part = self.last_campaign = 0
+        self.last_payload = self.last_ids = self.last_seq = self.last_part = self.last_campaign = self.last_merged = 0
         self.keeper = ("", 0, 0.0)
 
 
@@ -176,6 +176,7 @@ class MemoryFanoutTable:
             known.staged = {upload: [row[:2] for row in rows] for upload, rows in state.staged.items()}
             known.unmerged = any(not part.merged for part in state.parts.values())
             known.seq, known.part, known.campaign = state.last_seq, state.last_part, state.last_campaign
+            known.merged = state.last_merged
             made = plan(prepared, known)
             moves = Moves(known.now)
             for campaign, number in made.counts.items():
@@ -190,6 +191,7 @@ class MemoryFanoutTable:
     def _take_in(self, made: Plan) -> None:
         state, known = self._state, made.known
         state.last_seq, state.last_part, state.last_campaign = known.seq, known.part, known.campaign
+        state.last_merged = known.merged
         state.campaigns.update(made.begun)
         state.campaigns.update(made.changed)
         state.numbers.update(made.numbers)
@@ -245,8 +247,9 @@ class MemoryFanoutTable:
             ends = self._append(moves)
             self._apply(moves)
             state.run = ((), "") if step.done else (step.parts, step.last)
-            if step.done:
-                state.parts.update((part.number, part._replace(merged=True)) for part in parts)
+            for part in sorted(parts) if step.done else ():
+                state.last_merged += 1
+                state.parts[part.number] = part._replace(merged=state.last_merged)
         self._landed(ends)
         return done
 
@@ -370,13 +373,14 @@ class MemoryFanoutTable:
             loaded.sizes = {found.number: len(found.data) for found in state.payloads.values()}
         return loaded
 
-    def parts_since(self, number: int, limit: int) -> list[Part]:
+    def parts_since(self, merged: int, limit: int) -> list[Part]:
         with self._backend.lock:
-            return [self._part(self._state.parts[n]) for n in sorted(self._state.parts) if n > number][:limit]
+            found = sorted((p for p in self._state.parts.values() if p.merged > merged), key=lambda p: p.merged)
+            return [self._part(part) for part in found[:limit]]
 
-    def last_part(self) -> int:
+    def last_merged(self) -> int:
         with self._backend.lock:
-            return max(self._state.parts, default=0)
+            return self._state.last_merged
 
     def orphans(self, alive: Collection[int], after: str, limit: int) -> list[InFlight]:
         with self._backend.lock:
@@ -496,8 +500,9 @@ class MemoryFanoutTable:
                 place = place_of(priority, state.last_seq)
                 state.batches[state.last_seq] = BatchRow(state.last_seq, place, campaign, payload, inf, "append", now)
                 body = self._keep_ids(pack_ids([row.vin for row in group]))
+                state.last_merged += 1
                 state.parts[state.last_part] = PartRow(
-                    state.last_part, state.last_seq, campaign, body, len(group), True, None
+                    state.last_part, state.last_seq, campaign, body, len(group), state.last_merged, None
                 )
                 for row in group:
                     del ended[row.vin]
@@ -510,7 +515,9 @@ class MemoryFanoutTable:
     def _part(self, part: PartRow) -> Part:
         assert isinstance(part.body, int)
         batch = self._state.batches[part.seq]
-        return Part(part.number, part.seq, batch.place, part.campaign, unpack_ids(self._state.ids[part.body]))
+        return Part(
+            part.number, part.seq, batch.place, part.campaign, unpack_ids(self._state.ids[part.body]), part.merged
+        )
 
     # -- one keeper ------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ create table fanout_campaigns (
     bytes_per_sec  double precision,
     in_flight_max  bigint,
     awaits_result  boolean not null,
+    replaces       boolean not null,
     version        bigint not null,
     settings       bytea not null,
     control        bytea not null,
@@ -83,9 +84,11 @@ create table fanout_parts (
     ids       bigint not null,
     count     bigint not null,
     merged    boolean not null,
+    merged_as bigint,                        -- in the order in which they were merged
     expires   double precision               -- null: never, or nothing of it waits any more
 );
 
+create index fanout_parts_merged on fanout_parts (merged_as) where merged_as is not null;
 create index fanout_parts_unmerged on fanout_parts (number) where not merged;
 create index fanout_parts_of_campaign on fanout_parts (campaign, number);
 create index fanout_parts_expires on fanout_parts (expires) where expires is not null;
@@ -187,10 +190,11 @@ create index fanout_keys_used on fanout_keys (used_at);
 create table fanout_counters (
     seq       bigint not null,
     part      bigint not null,
-    campaign  bigint not null
+    campaign  bigint not null,
+    merged    bigint not null
 );
 
-insert into fanout_counters values (0, 0, 0);
+insert into fanout_counters values (0, 0, 0, 0);
 
 -- One row: who controls campaigns.
 create table fanout_keeper (

@@ -25,6 +25,7 @@ create table fanout_campaigns (
     bytes_per_sec   real,
     in_flight_max   integer,
     awaits_result   integer not null,
+    replaces        integer not null,
     version         integer not null,
     settings        blob not null,
     control         blob not null,
@@ -81,8 +82,11 @@ create table fanout_parts (
     ids       integer not null,
     count     integer not null,
     merged    integer not null,
+    merged_as integer,                       -- in the order in which they were merged
     expires   real                           -- null: never, or nothing of it waits any more
 );
+
+create index fanout_parts_merged on fanout_parts (merged_as) where merged_as is not null;
 
 create index fanout_parts_unmerged on fanout_parts (number) where not merged;
 create index fanout_parts_of_campaign on fanout_parts (campaign, number);
@@ -184,10 +188,11 @@ create index fanout_keys_used on fanout_keys (used_at);
 create table fanout_counters (
     seq       integer not null,
     part      integer not null,
-    campaign  integer not null
+    campaign  integer not null,
+    merged    integer not null
 );
 
-insert into fanout_counters values (0, 0, 0);
+insert into fanout_counters values (0, 0, 0, 0);
 
 -- One row: who controls campaigns.
 create table fanout_keeper (

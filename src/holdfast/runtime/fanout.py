@@ -1,0 +1,552 @@
+"""The host of fan-out on one node: its vehicles, its dispatchers, and the packets that go out.
+
+    notices of sessions ──▶ Online, Offline ─┐
+    batches, heartbeats ──▶ Triggered ───────┼─▶ dispatchers ──▶ LookUp, Commit (threads) ──▶ Publish ──▶ the socket
+    PUBACKs, through the window ──▶ Acked ───┘
+
+A packet id is taken in the session's window before a delivery is recorded as in flight, so the record has it; only what
+stands in the window can be acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, NamedTuple, TypeVar
+
+from holdfast.errors import BrokenInvariant, HoldfastError
+from holdfast.fanout import dispatcher as fd
+from holdfast.fanout.nouns import Campaign, InFlight, Sent
+from holdfast.fanout.results import correlation_of
+from holdfast.fanout.table import Adopt, Begin, Change, FanoutTable, Finish, Found, Verdict
+from holdfast.fanout.vehicles import Template, Vehicle
+from holdfast.machine import TICK
+from holdfast.model import Batch
+from holdfast.mqtt import connection as mc
+from holdfast.mqtt.fastpath import PACKET_IDS, remaining_length, topic_bytes
+from holdfast.mqtt.packets import V5
+from holdfast.runtime import notices as n
+from holdfast.runtime.connection import Connection
+from holdfast.runtime.sessions import Sessions
+from holdfast.sessions.session import Session
+from holdfast.sessions.window import Delivery, Window
+from holdfast.settings import FanoutSettings
+
+logger = logging.getLogger("holdfast.fanout")
+
+PAYLOAD_BYTES_KEPT = 64 << 20
+HEARTBEAT_SECS = 1.0
+"""A vehicle's heartbeats are worth a look so often."""
+HELD_SECS = 0.25
+T = TypeVar("T")
+
+
+class FlightOrigin:
+    """The origin of one delivery in a session's window."""
+
+    __slots__ = ("_acked", "place", "vin")
+
+    def __init__(self, vin: str, place: int, acked: Callable[[str, int, int], None]):
+        self.vin, self.place, self._acked = vin, place, acked
+
+    def settle(self, deliveries: Sequence[Delivery], reason: int) -> None:
+        self._acked(self.vin, self.place, reason)
+
+    def passed(self, offset: int) -> None: ...
+
+
+class _Taken(NamedTuple):
+    """A packet id that is taken for a delivery which is not sent yet."""
+
+    place: int
+    window: Window
+    packet_id: int
+
+
+@dataclass(slots=True)
+class _Client:
+    """A connection that is one vehicle's, or several."""
+
+    epoch: int
+    vins: dict[str, dict[str, str | None]] = field(default_factory=dict)
+    """The filters that say so, with the request ids they mean; without any, what is in flight may still be answered."""
+
+
+class Payloads:
+    """Those that were sent lately, in memory."""
+
+    def __init__(self, table: FanoutTable, bytes_max: int = PAYLOAD_BYTES_KEPT):
+        self._table, self._bytes_max = table, bytes_max
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def load(self, numbers: Collection[int]) -> dict[int, bytes]:
+        """On a thread. Those that are there, whole."""
+        found = {number: data for number in numbers if (data := self._kept.get(number)) is not None}
+        if missing := [number for number in numbers if number not in found]:
+            found.update({number: one.data for number, one in self._table.payloads(missing).items()})
+        return found
+
+    def keep(self, found: Mapping[int, bytes]) -> None:
+        for number, data in found.items():
+            if number in self._kept:
+                self._kept.move_to_end(number)
+            else:
+                self._kept[number] = data
+                self._bytes += len(data)
+        while self._bytes > self._bytes_max and len(self._kept) > 1:
+            self._bytes -= len(self._kept.popitem(last=False)[1])
+
+    def get(self, number: int) -> bytes | None:
+        return self._kept.get(number)
+
+
+class _Shard:
+    """A dispatcher, and what is under way for it."""
+
+    def __init__(self, machine: fd.Dispatcher):
+        self.machine = machine
+        self.timer: asyncio.TimerHandle | None = None
+        self.armed = inf
+        self.events: deque[fd.Event] = deque()
+        self.busy = False
+        self.taken: dict[str, _Taken] = {}
+        """Packet ids of deliveries that are being recorded, by VIN."""
+
+
+class FanoutHost:
+    """One per node."""
+
+    def __init__(
+        self,
+        node_id: str,
+        settings: FanoutSettings,
+        table: FanoutTable,
+        sessions: Sessions,
+        notices: n.Notices,
+    ):
+        self._settings, self.table, self._sessions = settings, table, sessions
+        self.template = Template(settings.request_topic)
+        self.results = Template(settings.result_topic)
+        self._heartbeats = [Template(text.strip()) for text in settings.heartbeat_topics.split(",") if text.strip()]
+        self._loop = asyncio.get_running_loop()
+        chosen = fd.DispatchSettings(
+            settings.attempts_max,
+            settings.backoff_secs,
+            settings.backoff_secs_max,
+            settings.ack_secs,
+            settings.result_secs,
+        )
+        self.node_id, self._chosen = node_id, chosen
+        self._shards = [_Shard(fd.Dispatcher(node_id, chosen)) for _ in range(max(1, settings.dispatchers))]
+        self._reader = ThreadPoolExecutor(len(self._shards), "holdfast-fanout-read")
+        self._writer = ThreadPoolExecutor(1, "holdfast-fanout-write")
+        """Everything that changes the table, in turn: the store would let one after the other, too."""
+        self.payloads = Payloads(table)
+        self._of_client: dict[str, _Client] = {}
+        """Clients that are vehicles, or were on this connection."""
+        self._looked: dict[str, float] = {}
+        """When a vehicle's heartbeat last had something looked up."""
+        self._held: list[tuple[fd.Publish, _Taken]] = []
+        """What could not be sent because this node may serve nobody just now."""
+        self.sent = self.answered = 0
+        """For the metrics."""
+        self._closed = False
+        self._settled: asyncio.Event | None = None
+        """Somebody waits until everything is stored."""
+        notices.subscribe(n.Resumed, self._on_resumed)
+        notices.subscribe(n.Subscribed, self._on_subscribed)
+        notices.subscribe(n.Unsubscribed, self._on_unsubscribed)
+        notices.subscribe(n.Gone, self._on_gone)
+
+    # -- vehicles --------------------------------------------------------------------------------------------
+
+    def vehicle(self, vin: str) -> Vehicle | None:
+        """If it is connected here."""
+        return self._shard(vin).machine.vehicles.get(vin)
+
+    def vehicles(self) -> int:
+        return sum(len(shard.machine.vehicles) for shard in self._shards)
+
+    def _on_resumed(self, notice: n.Resumed) -> None:
+        session = self._sessions.session(notice.client_id)
+        if session is None:
+            return
+        for subscription in session.subscriptions:
+            self._note_filter(session, subscription.filter, subscription.qos)
+        self._say_online(session)
+
+    def _on_subscribed(self, notice: n.Subscribed) -> None:
+        session = self._sessions.session(notice.client_id)
+        if session is not None and self._note_filter(session, notice.filter, notice.qos):
+            self._say_online(session)
+
+    def _on_unsubscribed(self, notice: n.Unsubscribed) -> None:
+        session = self._sessions.session(notice.client_id)
+        if session is not None and self._note_filter(session, notice.filter, 0):
+            self._say_online(session)
+
+    def _on_gone(self, notice: n.Gone) -> None:
+        client = self._of_client.pop(notice.client_id, None)
+        if client is not None:
+            for vin in client.vins:
+                self._give(vin, fd.Offline(vin, client.epoch))
+
+    def _note_filter(self, session: Session, text: str, qos: int) -> bool:
+        """Whether it says anything about a vehicle. A filter of QoS 0 does not: what goes there is never answered."""
+        covered = self.template.covered_by(text)
+        if covered is None:
+            return False
+        vin, request = covered
+        match self._settings.vehicle:
+            case "client_id":
+                vin = session.client_id if vin in (None, session.client_id) else None
+            case "username":
+                connection = self._sessions.connections.get(session.client_id)
+                user = connection.identity.user if connection is not None and connection.identity is not None else None
+                vin = user if vin in (None, user) else None
+        if not vin:
+            return False
+        client = self._of_client.get(session.client_id)
+        if client is None or client.epoch != session.epoch:
+            client = self._of_client[session.client_id] = _Client(session.epoch)
+        filters = client.vins.setdefault(vin, {})
+        if qos:
+            filters[text] = request
+        else:
+            filters.pop(text, None)
+        return True
+
+    def _say_online(self, session: Session) -> None:
+        connection = self._sessions.connections.get(session.client_id)
+        if connection is None or connection.session is not session or connection.outlet is None:
+            return
+        client = self._of_client.get(session.client_id)
+        for vin, filters in client.vins.items() if client is not None else ():
+            if not filters:
+                self._give(vin, fd.Offline(vin, session.epoch, connected=True))
+                continue
+            requests = None if None in filters.values() else frozenset(r for r in filters.values() if r is not None)
+            packet_max = connection.outlet.packet_max
+            vehicle = Vehicle(vin, session.client_id, session.inbound.born, session.epoch, packet_max, requests)
+            self._give(vin, fd.Online(vehicle))
+
+    # -- triggers --------------------------------------------------------------------------------------------
+
+    def trigger(self, vins: Collection[str]) -> None:
+        """Something may wait for these."""
+        if len(self._shards) == 1:
+            self._give_to(self._shards[0], fd.Triggered(vins))
+            return
+        shares: list[list[str]] = [[] for _ in self._shards]
+        for vin in vins:
+            shares[_number(vin) % len(shares)].append(vin)
+        for shard, share in zip(self._shards, shares, strict=True):
+            if share:
+                self._give_to(shard, fd.Triggered(share))
+
+    def heard(self, parts: Iterable[Batch]) -> None:
+        """Messages of any client were stored: are there heartbeats among them?"""
+        for template in self._heartbeats:
+            head = template.head
+            for part in parts:
+                found = [topic for topic in part.topics if topic.startswith(head)]
+                if found:
+                    self._heard(template, found)
+
+    def _heard(self, template: Template, topics: Iterable[str]) -> None:
+        now, vins = self._loop.time(), []
+        for topic in topics:
+            parsed = template.parse(topic)
+            if parsed is None:
+                continue
+            vin = parsed[0]
+            if self._looked.get(vin, 0.0) <= now and self.vehicle(vin) is not None:
+                self._looked[vin] = now + HEARTBEAT_SECS
+                vins.append(vin)
+        if vins:
+            self.trigger(vins)
+        if len(self._looked) > 2 * self.vehicles() + 1000:
+            self._looked = {vin: at for vin, at in self._looked.items() if at > now}
+
+    # -- dispatchers -----------------------------------------------------------------------------------------
+
+    def _shard(self, vin: str) -> _Shard:
+        return self._shards[_number(vin) % len(self._shards)]
+
+    def _give(self, vin: str, event: fd.Event) -> None:
+        self._give_to(self._shard(vin), event)
+
+    def _give_to(self, shard: _Shard, event: fd.Event) -> None:
+        """One event after the other: what an effect leads to is given when all effects are performed."""
+        shard.events.append(event)
+        if shard.busy:
+            return
+        shard.busy = True
+        try:
+            while shard.events:
+                self._handle(shard, shard.events.popleft())
+        finally:
+            shard.busy = False
+        self._arm(shard)
+
+    def _handle(self, shard: _Shard, event: fd.Event) -> None:
+        shard.machine.lease = self._sessions.node.lease or 0
+        try:
+            effects = shard.machine.handle(event, self._loop.time())
+        except Exception:  # it is not trusted again; what it had in flight is found by whoever takes its place
+            logger.exception("a dispatcher: our own fault, with %s", type(event).__name__)
+            self._replace(shard)
+            return
+        for effect in effects:
+            try:
+                self._perform(shard, effect)
+            except Exception:
+                logger.exception("fan-out could not perform %s", type(effect).__name__)
+
+    def _replace(self, shard: _Shard) -> None:
+        before = shard.machine
+        shard.machine = fd.Dispatcher(self.node_id, self._chosen)
+        shard.events.clear()
+        for taken in shard.taken.values():
+            taken.window.drop(taken.packet_id)
+        shard.taken.clear()
+        shard.events.extend(fd.Online(vehicle) for vehicle in before.vehicles.values())
+
+    def _arm(self, shard: _Shard) -> None:
+        if self._settled is not None and all(other.machine.idle for other in self._shards):
+            self._settled.set()
+        deadline = shard.machine.deadline
+        if deadline >= shard.armed or self._closed:
+            return
+        if shard.timer is not None:
+            shard.timer.cancel()
+        shard.armed = deadline
+        shard.timer = self._loop.call_at(deadline, self._tick, shard)
+
+    def _tick(self, shard: _Shard) -> None:
+        shard.timer, shard.armed = None, inf
+        if shard.machine.deadline <= self._loop.time():
+            self._give_to(shard, TICK)
+        else:
+            self._arm(shard)
+
+    def _perform(self, shard: _Shard, effect: fd.Effect) -> None:
+        match effect:
+            case fd.LookUp(number, vins, limit):
+                asked = self._run(self._reader, self._look_up, vins, limit)
+                asked.add_done_callback(lambda done: self._looked_up(shard, number, done))
+            case fd.Commit(number, changes):
+                self._commit(shard, number, changes)
+            case fd.Publish():
+                self._publish(shard, effect)
+            case fd.Refused(vin, place):
+                taken = shard.taken.get(vin)
+                if taken is not None and taken.place == place:
+                    del shard.taken[vin]
+                    taken.window.drop(taken.packet_id)
+
+    def _run(self, pool: ThreadPoolExecutor, call: Callable[..., T], *given: Any) -> asyncio.Future[T]:
+        return self._loop.run_in_executor(pool, call, *given)
+
+    @property
+    def now(self) -> float:
+        """The store's clock, as this node believes it."""
+        return self._sessions.clock.time(time.monotonic())
+
+    # -- looking up ------------------------------------------------------------------------------------------
+
+    def _look_up(
+        self, vins: Sequence[str], limit: int
+    ) -> tuple[dict[str, Found], dict[int, Campaign], dict[int, bytes]]:
+        """On a thread."""
+        found = self.table.look_up(vins, limit)
+        campaigns: set[int] = set()
+        payloads: set[int] = set()
+        for one in found.values():
+            campaigns.update(delivery.campaign for delivery in one.waiting)
+            payloads.update(delivery.payload for delivery in one.waiting)
+            if one.in_flight is not None:
+                campaigns.add(one.in_flight.campaign)
+                payloads.add(one.in_flight.payload)
+        return found, self.table.campaigns(campaigns) if campaigns else {}, self.payloads.load(payloads)
+
+    def _looked_up(self, shard: _Shard, number: int, done: asyncio.Future[Any]) -> None:
+        if done.cancelled() or self._closed:
+            return
+        if (error := done.exception()) is not None:
+            logger.warning("what waits could not be looked up: %s", error, exc_info=_unless_ours(error))
+            self._give_to(shard, fd.LookUpFailed(number))
+            return
+        found, campaigns, payloads = done.result()
+        self.payloads.keep(payloads)
+        sizes = {payload: len(data) + 2 for payload, data in payloads.items()}
+        self._give_to(shard, fd.LookedUp(number, found, campaigns, sizes, self.now))
+
+    # -- committing ------------------------------------------------------------------------------------------
+
+    def _commit(self, shard: _Shard, number: int, changes: Sequence[Change]) -> None:
+        """Packet ids first; who has no room for one is not asked the store about."""
+        asked: list[Change] = []
+        verdicts: list[Verdict | None] = []
+        for change in changes:
+            if isinstance(change, Begin | Adopt):
+                flight = self._take_id(shard, change.flight)
+                if isinstance(flight, InFlight):
+                    asked.append(change._replace(flight=flight))
+                    verdicts.append(Verdict.DONE)
+                else:
+                    verdicts.append(flight)
+            else:
+                asked.append(change)
+                verdicts.append(Verdict.DONE)
+        if not asked:
+            self._loop.call_soon(self._give_to, shard, fd.Committed(number, verdicts, self.now))
+            return
+        committing = self._run(self._writer, self.table.commit, asked)
+        committing.add_done_callback(lambda done: self._committed(shard, number, verdicts, done))
+
+    def _take_id(self, shard: _Shard, flight: InFlight) -> InFlight | Verdict | None:
+        connection = self._sessions.connections.get(flight.sent.client_id)
+        session = connection.session if connection is not None else None
+        if connection is None or session is None or connection.outlet is None or session.epoch != flight.epoch:
+            return Verdict.STALE
+        window, before = session.window, shard.taken.get(flight.vin)
+        if before is not None:
+            if before.window is window and before.place == flight.place:
+                return flight._replace(sent=flight.sent._replace(packet_id=before.packet_id))
+            before.window.drop(before.packet_id)
+            del shard.taken[flight.vin]
+        if len(window) >= connection.outlet.window_max:
+            return None
+        delivery = Delivery(FlightOrigin(flight.vin, flight.place, self._acked), flight.place, 1)
+        packet_id = flight.sent.packet_id
+        if packet_id and packet_id not in window:
+            window.restore(packet_id, delivery)
+        else:
+            packet_id = window.add(delivery)
+        shard.taken[flight.vin] = _Taken(flight.place, window, packet_id)
+        return flight._replace(sent=Sent(flight.sent.client_id, flight.sent.born, packet_id))
+
+    def _committed(
+        self, shard: _Shard, number: int, verdicts: list[Verdict | None], done: asyncio.Future[list[Verdict]]
+    ) -> None:
+        if done.cancelled() or self._closed:
+            return
+        if (error := done.exception()) is not None:
+            logger.warning("deliveries could not be recorded: %s", error, exc_info=_unless_ours(error))
+            self._give_to(shard, fd.CommitFailed(number))
+            return
+        answers = iter(done.result())
+        told = [next(answers) if verdict is Verdict.DONE else verdict for verdict in verdicts]
+        self._give_to(shard, fd.Committed(number, told, self.now))
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def _publish(self, shard: _Shard, effect: fd.Publish) -> None:
+        taken = shard.taken.pop(effect.vehicle.vin, None)
+        if taken is None or taken.place != effect.flight.place:
+            raise BrokenInvariant(f"no packet id was taken for {effect.vehicle.vin}")
+        self._send(effect, taken)
+
+    def _send(self, effect: fd.Publish, taken: _Taken) -> None:
+        vehicle, flight = effect.vehicle, effect.flight
+        connection = self._sessions.connections.get(vehicle.client_id)
+        session = connection.session if connection is not None else None
+        if connection is None or session is None or session.window is not taken.window or connection.outlet is None:
+            return  # it is gone, and its dispatcher hears of it
+        if self._sessions.frozen:
+            if not self._held:
+                self._loop.call_later(HELD_SECS, self._send_held)
+            self._held.append((effect, taken))
+            return
+        data = self.payloads.get(flight.payload)
+        if data is None:
+            self._unsendable(taken, vehicle.vin, flight.place, "payload missing")
+            return
+        packet = self._packet(connection, session, effect, taken.packet_id, data)
+        if len(packet) > connection.outlet.packet_max:
+            self._unsendable(taken, vehicle.vin, flight.place, "packet too large")
+            return
+        self.sent += 1
+        connection.handle(mc.Say(packet))
+
+    def _unsendable(self, taken: _Taken, vin: str, place: int, reason: str) -> None:
+        taken.window.drop(taken.packet_id)
+        self._give(vin, fd.Unsendable(vin, place, reason))
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, []
+        for effect, taken in held:
+            self._send(effect, taken)
+
+    def _packet(
+        self, connection: Connection, session: Session, effect: fd.Publish, packet_id: int, data: bytes
+    ) -> bytes:
+        vin, flight, request_id = effect.vehicle.vin, effect.flight, effect.campaign.request_id
+        topic = self.template.topic(vin, request_id)
+        name, tail = topic_bytes(topic), b""
+        if connection.version == V5:
+            tail = self._properties(session, topic, vin, request_id, flight)
+            tail = remaining_length(len(tail)) + tail
+        first = b"\x3a" if effect.dup else b"\x32"
+        length = len(name) + 2 + len(tail) + len(data)
+        return b"".join((first, remaining_length(length), name, PACKET_IDS[packet_id], tail, data))
+
+    def _properties(self, session: Session, topic: str, vin: str, request_id: str, flight: InFlight) -> bytes:
+        answer = topic_bytes(self.results.topic(vin, request_id))
+        properties = b"".join((b"\x08", answer, b"\x09\x00\x10", correlation_of(flight.campaign, flight.place)))
+        if flight.expires < inf:
+            seconds = min(max(1, int(flight.expires - self.now)), 0xFFFF_FFFF)
+            properties += b"\x02" + seconds.to_bytes(4, "big")
+        route = session.subscriptions.route(topic)
+        return properties + (route.identifiers if route is not None else b"")
+
+    def _acked(self, vin: str, place: int, reason: int) -> None:
+        self.answered += 1
+        self._give(vin, fd.Acked(vin, place, reason, self.now))
+
+    def resulted(self, finish: Finish) -> None:
+        """A vehicle has said how it went, before it has acknowledged it; that is stored."""
+        self._give(finish.seen.vin, fd.Resulted(finish))
+
+    # -- for others ------------------------------------------------------------------------------------------
+
+    async def ask(self, call: Callable[..., T], *given: Any) -> T:
+        """Something that reads the table."""
+        return await self._run(self._reader, call, *given)
+
+    async def change(self, call: Callable[..., T], *given: Any) -> T:
+        """Something that changes it, in turn with everything else."""
+        return await self._run(self._writer, call, *given)
+
+    async def settled(self, seconds: float) -> None:
+        """What was answered, and what came back from connections that have ended, is stored."""
+        self._settled = asyncio.Event()
+        if not all(shard.machine.idle for shard in self._shards):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), seconds)
+
+    def close(self) -> None:
+        self._closed = True
+        for shard in self._shards:
+            if shard.timer is not None:
+                shard.timer.cancel()
+        for pool in (self._reader, self._writer):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _number(vin: str) -> int:
+    return zlib.crc32(vin.encode())
+
+
+def _unless_ours(error: BaseException) -> BaseException | None:
+    return None if isinstance(error, HoldfastError) else error
