@@ -609,9 +609,9 @@ class SqlFanoutTable(ABC):
         db.run(f"select seq from fanout_counters{self._database.dialect.locked}")
         found = check_retry(self._campaigns(db, [campaign], self.shared).get(campaign), campaign, vins)
         columns = 'vin, place, "end", reason, ended_at'
-        keys = [(campaign, vin) for vin in vins]
+        keys = [(vin, campaign) for vin in vins]
         rows = [
-            _ended_of(row) for row in self._get(db, columns, "fanout_ended", ("campaign", "vin"), keys, locked=True)
+            _ended_of(row) for row in self._get(db, columns, "fanout_ended", ("vin", "campaign"), keys, locked=True)
         ]
         rows = [row for row in rows if row.end is not End.ACKED]
         if not rows:

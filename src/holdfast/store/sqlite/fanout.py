@@ -20,7 +20,8 @@ from holdfast.store.in_sql.fanout import (
 )
 
 # Cross joins are made in the order in which they are written.
-_AMONG = "from json_each(?) j cross join"
+FEW = 8
+_AMONG = "from (select value as given from json_each(?)) j cross join"
 _SOMETHING = "select j.value from json_each(?) j where exists (select 1 from fanout_waiting w where w.vin = j.value)"
 _FIRST = f"""
     select {WAITS} from fanout_waiting w cross join fanout_campaigns c on c.id = w.campaign {OF_BATCH}
@@ -35,7 +36,7 @@ class SqliteFanoutTable(SqlFanoutTable):
 
     def _look_up(self, db: Db, vins: Collection[str], limit: int) -> dict[str, Found]:
         given = json.dumps(list(vins))
-        flights = db.run(f"select {FLIGHT} {_AMONG} fanout_in_flight f on f.vin = j.value", given)
+        flights = db.run(f"select {FLIGHT} {_AMONG} fanout_in_flight f on f.vin = j.given", given)
         found = {row[0]: Found(in_flight_of(FlightRow(*row)), [], False) for row in flights}
         for (vin,) in db.run(_SOMETHING, given):
             rows = db.run(_FIRST, vin, limit + 1)
@@ -50,16 +51,16 @@ class SqliteFanoutTable(SqlFanoutTable):
         given, of, old = json.dumps(vins), set(campaigns), set(earlier)
         targets: set[tuple[str, int]] = set()
         waiting: dict[str, list[WaitingRow]] = {}
-        for row in db.run(f"select {_WAITING} {_AMONG} fanout_waiting w on w.vin = j.value", given):
+        for row in db.run(f"select {_WAITING} {_AMONG} fanout_waiting w on w.vin = j.given", given):
             if row[2] in of:
                 targets.add((row[0], row[2]))
             if row[2] in old:
                 waiting.setdefault(row[0], []).append(WaitingRow(*row))
         if of:
             for table in ("fanout_in_flight", "fanout_awaiting"):
-                there = db.run(f"select t.vin, t.campaign {_AMONG} {table} t on t.vin = j.value", given)
+                there = db.run(f"select t.vin, t.campaign {_AMONG} {table} t on t.vin = j.given", given)
                 targets.update(row for row in there if row[1] in of)
-            ended = f"select e.vin, e.campaign {_AMONG} fanout_ended e on e.campaign = ? and e.vin = j.value"
+            ended = f"select e.vin, e.campaign {_AMONG} fanout_ended e on e.campaign = ? and e.vin = j.given"
             for campaign in campaigns:
                 targets.update(db.run(ended, given, campaign))
         return targets, waiting
@@ -78,18 +79,36 @@ class SqliteFanoutTable(SqlFanoutTable):
         also: str = "true",
         locked: bool = False,
     ) -> Rows:
-        where = " and ".join(f"t.{column} = ?" for column in by)
-        sql = f"select {columns} from {table} t where {where} and {also}"
-        return [row for key in keys for row in db.run(sql, *key)]
+        where = " and ".join([*(f"t.{column} = ?" for column in by[1:]), also])
+        if len(keys) < FEW or not isinstance(keys[0][0], str):
+            sql = f"select {columns} from {table} t where t.{by[0]} = ? and {where}"
+            return [row for key in keys for row in db.run(sql, *key)]
+        # In one statement for all that differ in the first column only, as those of one batch do.
+        alike = _alike(keys)
+        sql = f"select {columns} {_AMONG} {table} t on t.{by[0]} = j.given where {where}"
+        return [row for others, firsts in alike.items() for row in db.run(sql, json.dumps(firsts), *others)]
 
     def _insert(self, db: Db, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
         db.run_many(f"insert into {table} ({', '.join(columns)}) values ({', '.join('?' * len(columns))})", rows)
 
     def _delete(self, db: Db, table: str, by: Sequence[str], keys: Sequence[Row]) -> None:
-        db.run_many(f"delete from {table} where {' and '.join(f'{column} = ?' for column in by)}", keys)
+        if len(keys) < FEW or not isinstance(keys[0][0], str):
+            db.run_many(f"delete from {table} where {' and '.join(f'{column} = ?' for column in by)}", keys)
+            return
+        among = f"{by[0]} in (select value from json_each(?))"
+        sql = f"delete from {table} where {' and '.join([among, *(f'{column} = ?' for column in by[1:])])}"
+        db.run_many(sql, [(json.dumps(firsts), *others) for others, firsts in _alike(keys).items()])
 
     def _insert_waiting(self, db: Db, rows: Sequence[WaitingRow]) -> None:
-        self._insert(db, "fanout_waiting", WAITING_COLUMNS, rows)
+        few: list[Row] = []
+        for others, vins in _alike(rows).items():
+            if len(vins) < FEW:
+                few += [(vin, *others) for vin in vins]
+            else:
+                sql = "insert into fanout_waiting select value, ?, ?, ?, ?, ?, ? from json_each(?)"
+                db.run(sql, *others, json.dumps(vins))
+        if few:
+            self._insert(db, "fanout_waiting", WAITING_COLUMNS, few)
 
     def _insert_flights(self, db: Db, rows: Sequence[FlightRow]) -> None:
         self._insert(db, "fanout_in_flight", FLIGHT_COLUMNS, rows)
@@ -98,5 +117,14 @@ class SqliteFanoutTable(SqlFanoutTable):
         db.run_many("insert or replace into fanout_ended values (?, ?, ?, ?, ?, ?)", rows)
 
     def _epochs(self, db: Db, client_ids: Sequence[str]) -> dict[str, int]:
-        sql = "select client_id, epoch from sessions where client_id = ? and not dead"
-        return dict(row for client_id in client_ids for row in db.run(sql, client_id))
+        return dict(
+            self._get(db, "client_id, epoch", "sessions", ("client_id",), [(c,) for c in client_ids], also="not dead")
+        )
+
+
+def _alike(rows: Iterable[Row]) -> dict[Row, list[str]]:
+    """First columns, by all others."""
+    found: dict[Row, list[str]] = {}
+    for row in rows:
+        found.setdefault(row[1:], []).append(row[0])
+    return found

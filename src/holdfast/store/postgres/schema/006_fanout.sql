@@ -152,7 +152,8 @@ create table fanout_ended (
 
 create index fanout_not_acked on fanout_ended (campaign, vin, "end", reason) where "end" <> 0;
 
--- How many deliveries of a campaign are where: the sum over its slots, which differ by process so that few wait for each other.
+-- How many deliveries of a campaign are where: the sum over its slots. Processes have different ones, and so seldom
+-- wait for each other.
 create table fanout_counts (
     campaign         bigint not null,
     slot             bigint not null,
