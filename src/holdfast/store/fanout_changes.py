@@ -34,7 +34,7 @@ class WaitingRow(NamedTuple):
     ticket: int | None
     attempts: int = 0
     not_before: float = 0.0
-    sent: bytes | None = None
+    sent: str | None = None
 
 
 class FlightRow(NamedTuple):
@@ -46,7 +46,7 @@ class FlightRow(NamedTuple):
     payload: int
     expires: float
     attempts: int
-    sent: bytes
+    sent: str
     epoch: int
     node: str
     lease: int
@@ -385,12 +385,12 @@ def counts_of(row: Iterable[int]) -> Counts:
 # -- as it is stored, and as it is seen ------------------------------------------------------------------
 
 
-def pack_sent(sent: Sent) -> bytes:
-    return msgspec.msgpack.encode((sent.client_id, sent.born, sent.packet_id))
+def pack_sent(sent: Sent) -> str:
+    return msgspec.json.encode(sent).decode()
 
 
-def sent_of(packed: bytes) -> Sent:
-    return Sent(*msgspec.msgpack.decode(packed))
+def sent_of(packed: str) -> Sent:
+    return Sent(*msgspec.json.decode(packed))
 
 
 def flight_row(flight: InFlight) -> FlightRow:

@@ -24,9 +24,9 @@ from holdfast.store.postgres.arrays import array, columns, hashes
 
 SLOTS = 16
 
-_TEXTS = ("vin", "upload", "key", "request_id", "node", "resend", "reason")
+_TEXTS = ("vin", "upload", "key", "request_id", "node", "resend", "reason", "sent")
 _REALS = ("expires", "not_before", "sent_at", "acked_at", "until", "added_at", "ended_at")
-_OTHERS = {"sha1": "bytea", "sent": "bytea", "merged": "boolean", '"end"': "smallint"}
+_OTHERS = {"sha1": "bytea", "merged": "boolean", '"end"': "smallint"}
 KINDS = {**dict.fromkeys(_TEXTS, "text"), **dict.fromkeys(_REALS, "float8"), **_OTHERS}
 """Of columns; all others are numbers."""
 

@@ -109,7 +109,7 @@ create table fanout_waiting (
     ticket      bigint,
     attempts    bigint not null default 0,
     not_before  double precision not null default 0,
-    sent        bytea,
+    sent        text,
     primary key (vin, place)
 );
 
@@ -120,7 +120,7 @@ create table fanout_in_flight (
     payload   bigint not null,
     expires   double precision not null,
     attempts  bigint not null,
-    sent      bytea not null,
+    sent      text not null,
     epoch     bigint not null,
     node      text not null,
     lease     bigint not null,
