@@ -581,3 +581,21 @@ def test_a_restart_keeps_everything_in_its_place(node: Node) -> None:
         else:
             vehicle.ack(vehicle.got())
     comes(node, "task_a_1", acked=20)
+
+
+def test_what_happens_to_campaigns_can_be_read(node: Node) -> None:
+    with Raw(node.mqtt_port, V5) as operator:
+        operator.connect("operator")
+        assert operator.subscribe("$fanout/events/#")[-1] == 1
+        send(node, "task_a_1", "x", "v1")
+        said = []
+        for verb in ("pause", "resume", "cancel"):
+            order(node, "task_a_1", verb)
+        while not said or said[-1]["state"] != "closed":
+            _, pid, payload = operator.read_publish()
+            operator.send(0x40, struct.pack("!H", pid))
+            said.append(json.loads(payload))
+        assert [one["state"] for one in said] == ["running", "paused", "running", "cancelled", "closed"]
+        assert said[1] == {"request_id": "task_a_1", "number": 1, "state": "paused", "reason": "paused by an operator"}
+    metrics = httpx.get(f"{node.http}/metrics").text
+    assert "holdfast_fanout_vehicles 0.0" in metrics

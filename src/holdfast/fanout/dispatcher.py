@@ -284,6 +284,8 @@ class Dispatcher:
         self._due: list[tuple[float, str]] = []
         self._numbers = 0
         self._effects: list[Effect] = []
+        self.unmatched = 0
+        """Answers that settled nothing."""
 
     # -- for whoever asks ------------------------------------------------------------------------------------
 
@@ -641,13 +643,15 @@ class Dispatcher:
     def _acked(self, vin: str, place: int, reason: int, store_now: float) -> None:
         slot = self._slots.get(vin)
         if slot is None:
+            self.unmatched += 1
             return
         if slot.step in (Step.LOOKING, Step.RESTING) and slot.past is not None and slot.past.place == place:
             if reason < 0x80 or reason in FINAL_REASONS:
                 self._settle_past(slot, slot.past, reason)
             return
         if slot.flight is None or slot.flight.place != place:
-            return  # late, doubled, or of another
+            self.unmatched += 1  # late, doubled, or of another
+            return
         if slot.step is Step.RETURNING:
             if reason < 0x80 or reason in FINAL_REASONS:
                 slot.answered = reason

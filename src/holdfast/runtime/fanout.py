@@ -565,6 +565,11 @@ class FanoutHost:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._settled.wait(), seconds)
 
+    @property
+    def unmatched(self) -> int:
+        """Answers that no delivery waited for: late, doubled, or of one that has ended."""
+        return sum(shard.machine.unmatched for shard in self._shards)
+
     def close(self) -> None:
         self._closed = True
         for shard in self._shards:
