@@ -123,6 +123,7 @@ class Save:
     """Compare and set; whoever is refused reads the row and begins anew."""
 
     campaign: Campaign
+    before: Campaign
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class CampaignControl:
         self._follow(now)
         if self.campaign != before:
             self.campaign = replace(self.campaign, version=before.version + 1)
-            effects.insert(0, Save(self.campaign))
+            effects.insert(0, Save(self.campaign, before))
         return effects
 
     # -- moves -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import inf
 from typing import NamedTuple, Protocol
 
-from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, Sent, State, Waiting
+from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, State, Waiting
 
 PART_IDS_MAX = 5_000
 """So many vehicles in one part; a batch has as many parts as it takes."""
@@ -129,8 +129,8 @@ class Return(NamedTuple):
     seen: InFlight
     attempts: int
     not_before: float = 0.0
-    sent: Sent | None = None
-    """As what the vehicle may still hold it; None: it is done with that attempt."""
+    refused: bool = False
+    """The vehicle is done with that attempt; otherwise it may hold it as it was sent, which is remembered."""
 
 
 class Await(NamedTuple):
@@ -236,6 +236,9 @@ class FanoutTable(Protocol):
 
         If a run has begun, exactly its parts; else as many whole parts as have up to `ids_max` VINs, at least one.
         """
+
+    def unmerged_of(self, campaign: int) -> int:
+        """How many of its vehicles are in parts that are not merged: they cannot be found by their VINs yet."""
 
     def merge_step(self, step: MergeStep) -> Merged | None:
         """One transaction. None: the run is not where the caller believes; look again with `unmerged`.

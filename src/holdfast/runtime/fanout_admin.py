@@ -56,6 +56,7 @@ class FanoutAdmin:
         counts = self._table.counts([campaign.id]).get(campaign.id, Counts())
         found = campaign_row(campaign, counts)
         found["repeated"] = self._table.repeated(campaign.id)
+        found["unmerged"] = self._table.unmerged_of(campaign.id)
         found["failures"] = self._table.reasons(campaign.id)
         memory = fc.memory_of(campaign)
         options = memory.options or options_of(campaign)

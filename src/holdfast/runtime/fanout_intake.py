@@ -2,6 +2,7 @@
 
     $fanout/request        a request, as JSON; its PUBACK means that it is durable
     $fanout/data/{sha1}    a payload, to be referred to by later requests
+    $fanout/events/…       what happens to campaigns, for whoever subscribes: `fanout_events.py`
 
 While one transaction is under way the next one fills up. What was added is merged in steps, with a rest after each, and
 whoever has something new is triggered.
@@ -20,7 +21,7 @@ from holdfast.auth.identity import Identity
 from holdfast.errors import HoldfastError, RequestError
 from holdfast.fanout import requests
 from holdfast.fanout.merge import RUN_IDS_MAX, steps
-from holdfast.fanout.nouns import Hint
+from holdfast.fanout.nouns import Hint, State
 from holdfast.fanout.requests import Checked
 from holdfast.fanout.table import Added, MergeStep
 from holdfast.groups.protocol.nouns import Key
@@ -28,6 +29,7 @@ from holdfast.model import Start
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.control_topics import Answer, ControlClient
 from holdfast.runtime.fanout import FanoutHost
+from holdfast.runtime.fanout_events import EVENTS, FanoutEvents
 
 logger = logging.getLogger("holdfast.fanout")
 
@@ -56,8 +58,10 @@ class FanoutIntake:
         host: FanoutHost,
         may_publish: Callable[[Identity, str], bool],
         tell_others: Callable[[Hint], None],
+        events: FanoutEvents,
         enabled: bool,
     ):
+        self._events = events
         self._host, self._may_publish, self._tell_others, self._enabled = host, may_publish, tell_others, enabled
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiting] = []
@@ -74,7 +78,7 @@ class FanoutIntake:
         elif not self._enabled:
             answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, SWITCHED_OFF, end=True)
         elif retain:
-            answer(Reason.RETAIN_NOT_SUPPORTED, f"{topic} is not a topic that keeps anything", end=True)
+            answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, f"{topic} is not a topic that keeps anything", end=True)
         elif topic == REQUEST:
             self._loop.create_task(self._on_request(client, payload, answer))
         elif topic.startswith(DATA):
@@ -89,7 +93,7 @@ class FanoutIntake:
             await self._refuse(client, payload, error, answer)
         except HoldfastError as error:
             logger.error("a fan-out request of %s was not stored: %s", client.client_id, error)
-            answer(Reason.SERVER_BUSY, str(error), end=True)
+            answer(Reason.UNSPECIFIED_ERROR, str(error), end=True)
         else:
             self._refusals.pop(client.client_id, None)
             answer(Reason.SUCCESS, "")
@@ -100,7 +104,7 @@ class FanoutIntake:
         except RequestError as error:
             await self._refuse(client, payload, error, answer)
         except HoldfastError as error:
-            answer(Reason.SERVER_BUSY, str(error), end=True)
+            answer(Reason.UNSPECIFIED_ERROR, str(error), end=True)
         else:
             answer(Reason.SUCCESS, "")
 
@@ -122,6 +126,9 @@ class FanoutIntake:
 
     def unsubscribe(self, client: ControlClient, topic: str) -> bool:
         return False
+
+    def is_read(self, topic_filter: str) -> bool:
+        return topic_filter.startswith(EVENTS)
 
     def gone(self, client: ControlClient) -> None: ...
 
@@ -181,6 +188,10 @@ class FanoutIntake:
         waiting.answer.set_result(answer)
         if answer.repeated:
             return
+        if answer.began:
+            batch = waiting.checked.batch
+            state = batch.begin.state if batch.begin is not None else State.RUNNING
+            self._events.say(batch.request_id, answer.number, state, "it began")
         if answer.merged:
             self._host.trigger(waiting.checked.batch.ids)
             self._tell_others(Hint(merged=True))

@@ -18,6 +18,7 @@ from holdfast.fanout import control as fc
 from holdfast.fanout.nouns import Campaign, Counts, End, Hint, InFlight, State, Waiting, ticket_of
 from holdfast.fanout.table import Change, FanoutTable, Finish, Part, Return
 from holdfast.runtime.fanout import FanoutHost
+from holdfast.runtime.fanout_events import FanoutEvents
 from holdfast.settings import FanoutSettings
 
 logger = logging.getLogger("holdfast.fanout")
@@ -50,7 +51,9 @@ class FanoutKeeper:
         alive_leases: Callable[[], set[int]],
         look_for_unmerged: Callable[[], None],
         tell_others: Callable[[Hint], None],
+        events: FanoutEvents,
     ):
+        self._events = events
         self._node_id, self._settings, self._host = node_id, settings, host
         self._table: FanoutTable = host.table
         self._alive_leases, self._look_for_unmerged, self._tell_others = alive_leases, look_for_unmerged, tell_others
@@ -155,9 +158,10 @@ class FanoutKeeper:
         """None: somebody else has changed it meanwhile."""
         for effect in effects:
             match effect:
-                case fc.Save(campaign):
+                case fc.Save(campaign, before):
                     if not await self._host.change(self._table.change_campaign, campaign, epoch):
                         return None
+                    self._events.changed(before, campaign)
                     self.changed(Hint(campaigns=(campaign.id,)))
                 case fc.CutWaves():
                     tickets = await self._tickets(machine.campaign)
@@ -274,7 +278,7 @@ class FanoutKeeper:
             orphans: list[InFlight] = await self._host.ask(self._orphans, after)
             if not orphans:
                 return
-            await self._commit([Return(one, one.attempts, 0.0, one.sent) for one in orphans])
+            await self._commit([Return(one, one.attempts) for one in orphans])
             self._host.trigger([one.vin for one in orphans])
             after = orphans[-1].vin
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -79,12 +79,19 @@ class FanoutResults:
                 self._positions = await self._host.ask(self._load)
             await self._catch_up(self._positions)
 
+    async def begin(self) -> None:
+        """Before anybody is connected: what was published before there was fan-out is no result."""
+        await self._host.ask(self._begin)
+
+    def _begin(self) -> None:
+        if self._metadata.get(FANOUT_RESULTS) is None:
+            heads = {head.stream: head.next_offset for head in self._log.heads(LOG)}
+            self._metadata.compare_and_set(FANOUT_RESULTS, None, _packed(heads))
+
     def _load(self) -> dict[Stream, int]:
-        """On a thread. The first keeper ever begins with what comes next."""
+        """On a thread."""
         entry = self._metadata.get(FANOUT_RESULTS)
-        if entry is None:
-            return {head.stream: head.next_offset for head in self._log.heads(LOG)}
-        found: dict[str, int] = msgspec.json.decode(entry.value)
+        found: dict[str, int] = msgspec.json.decode(entry.value) if entry is not None else {}
         return {Stream.parse(name): offset for name, offset in found.items()}
 
     async def _catch_up(self, positions: dict[Stream, int]) -> None:
@@ -103,7 +110,7 @@ class FanoutResults:
 
     def _save(self, positions: dict[Stream, int]) -> None:
         """On a thread."""
-        self._metadata.put(FANOUT_RESULTS, msgspec.json.encode({str(s): offset for s, offset in positions.items()}))
+        self._metadata.put(FANOUT_RESULTS, _packed(positions))
 
     def _read(self, positions: dict[Stream, int]) -> _Read:
         """On a thread: what there is, up to a bound; streams that are gone are forgotten."""
@@ -151,6 +158,10 @@ class FanoutResults:
                 finishes.append(finish)
                 taken.add((finish.seen.vin, finish.seen.place))
         return finishes
+
+
+def _packed(positions: Mapping[Stream, int]) -> bytes:
+    return msgspec.json.encode({str(stream): offset for stream, offset in positions.items()})
 
 
 def _correlation(properties: bytes | None) -> bytes | None:

@@ -191,7 +191,7 @@ def make_app(node: Node) -> FastAPI:
                 f"a payload of {len(payload)} bytes; limits.packet_bytes_max is {node.settings.limits.packet_bytes_max}"
             )
         if not await node.publish(who.user or "http", topic, payload, message.qos, message.retain):
-            return JSONResponse({"error": f"not stored: {node.failure}"}, 503)
+            return JSONResponse({"error": f"not stored: {node.problem}"}, 503)
         return JSONResponse({"durable": True})
 
     @app.get("/api/v1/messages")
