@@ -231,7 +231,7 @@ def _dry_run(source: Ids, name: str, sha1: str, node: str, token: str | None, js
     output.line(f"{name}: {found['ids']:,} vehicles; nothing was sent")
     output.line(f"  connected to this node:           {found['connected']:,}")
     output.line(f"  not connected to it:              {found['offline']:,}")
-    output.line(f"  another campaign sends to them:   {found['overlapping']:,}")
+    output.line(f"  something goes to them already:   {found['overlapping']:,}")
     output.line(f"  ids that were in the file before: {found['repeated']:,}")
 
 
