@@ -45,12 +45,14 @@ class Api:
     """The node's HTTP API."""
 
     def __init__(self, node: Node):
-        self._connection = http.client.HTTPConnection("127.0.0.1", node.http_port, timeout=300)
+        self._port = node.http_port
 
     def ask(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> Any:
-        self._connection.request(method, f"/api/v1{path}", body, {"content-type": kind})
-        answer = self._connection.getresponse()
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
+        connection.request(method, f"/api/v1{path}", body, {"content-type": kind})
+        answer = connection.getresponse()
         said = answer.read()
+        connection.close()
         if answer.status >= 300:
             raise load.Wrong(f"{method} {path}: {answer.status} {said[:300]!r}")
         return json.loads(said)
@@ -162,10 +164,11 @@ def bench_online(options: argparse.Namespace) -> bool:
             before = process.cpu_times()
             for n in range(rounds):
                 api.send(ids, f"task_bench_{n}", os.urandom(1024))
-            took: fanout_load.Took = role.result()
+            took: fanout_load.Took = role.ask("took")
             after = process.cpu_times()
             for n in range(rounds):
                 api.wait(f"task_bench_{n}", lambda counts: counts["acked"] == options.vehicles)
+        role.close()
         cpu = after.user + after.system - before.user - before.system
         note("cores: node, vehicles", f"{cpu / took.seconds:.2f} {took.cpu_seconds / took.seconds:.2f}")
         rate = result("deliveries a second, received and acked", took.deliveries / took.seconds, "/s", at_least=20_000)
@@ -192,7 +195,8 @@ def bench_one(options: argparse.Namespace) -> bool:
                 body = {"request_id": f"task_one_{waiting + n}", "ids": [vin(0)], "data_sha1": sha1}
                 api.ask("POST", "/fanout", json.dumps(body).encode())
                 time.sleep(0.005)
-            took: fanout_load.Took = role.result()
+            took: fanout_load.Took = role.ask("took")
+            role.close()
             seconds = [moment - begin for begin, moment in zip(begins, took.moments, strict=True)]
             note(f"HTTP request to PUBLISH, {waiting:,} others wait", spread(seconds, "µs", 1e6))
             ok &= result(f"p99 while {waiting:,} others wait", at(seconds, 0.99) * 1e3, "ms", at_most=20)

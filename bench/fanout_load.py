@@ -43,8 +43,9 @@ class Took:
     """When each came, by the monotonic clock."""
 
 
-def vehicles(pipe: Connection, load: Load, count: int, deliveries: int) -> Took:
-    """`count` vehicles connect and subscribe, then acknowledge what comes until there were so many deliveries."""
+def vehicles(pipe: Connection, load: Load, count: int, deliveries: int) -> None:
+    """`count` vehicles connect and subscribe, acknowledge what comes until there were so many deliveries, say what they
+    got when they are asked for it, and stay connected: that all of them go at once is another figure."""
     raise_open_files(count + 100)
     socks = []
     for begin in range(0, count, 200):
@@ -77,7 +78,10 @@ def vehicles(pipe: Connection, load: Load, count: int, deliveries: int) -> Took:
                 moments.append(time.monotonic())
         if time.monotonic() > give_up:
             raise Wrong(f"{deliveries - len(moments):,} of {deliveries:,} deliveries are missing")
-    return Took(len(moments), moments[-1] - moments[0], time.process_time() - cpu, moments)
+    took = Took(len(moments), moments[-1] - moments[0], time.process_time() - cpu, moments)
+    pipe.recv()
+    pipe.send(took)
+    pipe.recv()
 
 
 def _publishes(data: bytearray) -> Iterator[bytes]:

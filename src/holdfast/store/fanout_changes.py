@@ -148,6 +148,21 @@ def check_changes(changes: Iterable[Change]) -> None:
             raise RequestError(f"expected a flight of {change.seen[:3]}, got one of {change.flight[:3]}")
 
 
+def as_seen(change: Change) -> Ended | None:
+    """What a Finish comes to if the delivery is as it was seen; None: it is another kind of change."""
+    if not isinstance(change, Finish):
+        return None
+    seen = change.seen
+    sent_at = seen.sent_at if isinstance(seen, InFlight) else seen.acked_at if isinstance(seen, Awaiting) else 0.0
+    return _ended(change, seen.campaign, seen.attempts, sent_at)
+
+
+def _ended(change: Finish, campaign: int, attempts: int, sent_at: float) -> Ended:
+    reason = change.reason.replace("\0", "") if change.reason else ""
+    at = float(int(sent_at))
+    return Ended(change.seen.vin, campaign, change.seen.place, change.end, reason, attempts, at, change.result)
+
+
 def decide(changes: Sequence[Change], loaded: Loaded) -> tuple[list[Verdict], Moves]:
     """In order: what the one has done, the next one finds."""
     decision = _Decision(loaded)
@@ -267,9 +282,7 @@ class _Decision:
                 return Verdict.GONE
             self.moves.take_awaiting(key)
             campaign, attempts, sent_at, out_of = awaiting.campaign, awaiting.attempts, awaiting.acked_at, AWAITING
-        reason = change.reason.replace("\0", "") if change.reason else ""
-        ended = Ended(seen.vin, campaign, seen.place, change.end, reason, attempts, sent_at, change.result)
-        self.moves.end(ended, out_of)
+        self.moves.end(_ended(change, campaign, attempts, sent_at), out_of)
         return Verdict.DONE
 
     def _in_flight(self, seen: InFlight) -> FlightRow | None:

@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import RequestError
-from holdfast.fanout.history import batch_of
+from holdfast.fanout.history import Ended, batch_of
 from holdfast.fanout.nouns import (
     DELIVERIES,
     SEQ_MAX,
@@ -62,6 +62,7 @@ from holdfast.store.fanout_changes import (
     Moves,
     Overlap,
     WaitingRow,
+    as_seen,
     check_changes,
     counts_of,
     decide,
@@ -397,7 +398,7 @@ class SqlFanoutTable(ABC):
 
     # -- what moves ------------------------------------------------------------------------------------------
 
-    def _make(self, db: Transaction, moves: Moves) -> Ends:
+    def _make(self, db: Transaction, moves: Moves, made: Prepared | None = None) -> Ends:
         if moves.waiting_gone:
             self._delete(db, "fanout_waiting", ("vin", "place"), sorted(moves.waiting_gone))
         if moves.waiting:
@@ -426,7 +427,8 @@ class SqlFanoutTable(ABC):
             )
         if not moves.ended:
             return None
-        made = self._log.prepare(DELIVERIES, batch_of(moves.ended, self._log.clock()))
+        made = made or self._prepared(moves.ended)
+        assert made is not None
         landed, _ = db.append(DELIVERIES, made.generation, made.blocks, sorted(made.topics), {}, None, made.now)
         return made, landed
 
@@ -439,11 +441,19 @@ class SqlFanoutTable(ABC):
         check_changes(changes)
         if not changes:
             return []
-        return self._changing(lambda db: self._commit(db, changes))
+        # Nearly always everything is as it was seen: the block is made before anybody has to wait for us.
+        ended = [ended for change in changes if (ended := as_seen(change)) is not None]
+        ready = [self._prepared(ended)]  # for the first try: for another one the generation may be another
+        return self._changing(lambda db: self._commit(db, changes, ended, ready.pop() if ready else None))
 
-    def _commit(self, db: Transaction, changes: Sequence[Change]) -> tuple[list[Verdict], Ends]:
+    def _prepared(self, ended: Sequence[Ended]) -> Prepared | None:
+        return self._log.prepare(DELIVERIES, batch_of(ended, self._log.clock())) if ended else None
+
+    def _commit(
+        self, db: Transaction, changes: Sequence[Change], ended: Sequence[Ended], made: Prepared | None
+    ) -> tuple[list[Verdict], Ends]:
         verdicts, moves = decide(changes, self._load(db, changes))
-        return verdicts, self._make(db, moves)
+        return verdicts, self._make(db, moves, made if moves.ended == ended else None)
 
     def _load(self, db: Transaction, changes: Sequence[Change]) -> Loaded:
         want = wanted(changes)
