@@ -275,6 +275,10 @@ class Dispatcher:
         """Nothing is to be committed, or being committed."""
         return not self._to_commit and self._committing is None
 
+    def connected(self) -> list[Vehicle]:
+        """Every session that is a vehicle's, for whoever takes its place."""
+        return list(self.vehicles.values())
+
     def step_of(self, vin: str) -> Step | None:
         slot = self._slots.get(vin)
         return slot.step if slot is not None else None
