@@ -76,6 +76,8 @@ class Truth:
         self.begun: dict[int, list[tuple[float, int]]] = {}
         """By campaign: when something began, and its size."""
         self.edited: set[int] = set()
+        self._superseded: list[tuple[Ended, str, str]] = []
+        """In the transaction that is under way: what replaces them is known after it."""
 
     def fail(self, what: str) -> None:
         raise Violation(f"at {self.world.now:.3f}: {what}")
@@ -178,6 +180,10 @@ class Truth:
     def look_at_counts(self) -> None:
         """After every transaction."""
         rows = self.table.rows
+        for ended, request_id, told in self._superseded:
+            if self.replacing.get((request_id, ended.vin), 0) <= ended.campaign:
+                self.fail(f"{told} is superseded by nothing")
+        self._superseded.clear()
         expected = {id_: [0] * (3 + len(PLACE_OF_END)) for id_ in rows.counts}
         for flight in rows.flights.values():
             expected[flight.campaign][1] += 1
@@ -227,8 +233,7 @@ class Truth:
                 if campaign.state not in (State.CANCELLED, State.CLOSED) and key not in self.cancelled:
                     self.fail(f"{told} is cancelled, and nobody wanted that")
             case End.SUPERSEDED:
-                if self.replacing.get((campaign.request_id, ended.vin), 0) <= campaign.id:
-                    self.fail(f"{told} is superseded by nothing")
+                self._superseded.append((ended, campaign.request_id, told))
             case End.FAILED:
                 self._failed(ended, told, campaign, reasons)
 
