@@ -40,6 +40,8 @@ UNKNOWN_RATE = 4_000.0
 """How many a second may go then, at most, if the limit is not a rate."""
 AGAIN_SECONDS = 1.0
 """A vehicle that cannot take more for now is looked at again."""
+ELSEWHERE_SECONDS = 10.0
+"""So is one whose latest session is on another node, which may be over by then, and nobody here hears of that."""
 FINAL_REASONS = frozenset({0x87, 0x90, 0x99})
 """Not authorized, topic name invalid, payload format invalid: it would be so the next time, too."""
 
@@ -212,12 +214,18 @@ class Slot:
     flight: InFlight | None = None
     campaign: Campaign | None = None
     dup: bool = False
+    tried: tuple[int, int, bool] | None = None
+    """Place, epoch and whether as a repeat: what was last to be begun. It may have been, without an answer."""
     lost: bool = False
     """BEGINNING: the connection is over."""
     answered: int | None = None
     """RETURNING: the answer that has come after all."""
     past: Waiting | None = None
     """LOOKING, RESTING: an attempt of this one was not answered in time, and may be yet."""
+    awaits: bool = False
+    """Of what is in flight, or past: its end is its result."""
+    heard: bool = False
+    """SETTLING: it is what the vehicle has said."""
     rest: bool = False
     """SETTLING: others wait, so look for them afterwards."""
 
@@ -247,6 +255,9 @@ class Dispatcher:
         self.lease = 0
         """Of this node: what it has in flight is others' to take back when it is over."""
         self.vehicles: dict[str, Vehicle] = {}
+        """The latest session of each."""
+        self._earlier: dict[str, dict[str, Vehicle]] = {}
+        """Sessions of vehicles that have a later one here, too, by client id: when that is over, they are it again."""
         self._slots: dict[str, Slot] = {}
         self._to_look: dict[str, Slot] = {}
         self._to_commit: deque[_Queued] = deque()
@@ -276,8 +287,8 @@ class Dispatcher:
         return not self._to_commit and self._committing is None
 
     def connected(self) -> list[Vehicle]:
-        """Every session that is a vehicle's, for whoever takes its place."""
-        return list(self.vehicles.values())
+        """Every session that is a vehicle's, for whoever takes the place of this dispatcher."""
+        return [*self.vehicles.values(), *(one for some in self._earlier.values() for one in some.values())]
 
     def step_of(self, vin: str) -> Step | None:
         slot = self._slots.get(vin)
@@ -290,7 +301,7 @@ class Dispatcher:
             case Online(vehicle):
                 self._online(vehicle, now)
             case Offline(vin, epoch, connected):
-                self._offline(vin, epoch, connected, now)
+                self._offline(vin, epoch, connected)
             case Triggered(vins):
                 self._triggered(vins, now)
             case LookedUp():
@@ -337,24 +348,52 @@ class Dispatcher:
     # -- vehicles --------------------------------------------------------------------------------------------
 
     def _online(self, vehicle: Vehicle, now: float) -> None:
-        before = self.vehicles.get(vehicle.vin)
+        vin, before = vehicle.vin, self.vehicles.get(vehicle.vin)
         if before is not None and before.epoch > vehicle.epoch:
-            return  # said late: a later session is the vehicle
+            if before.client_id != vehicle.client_id:  # otherwise it is said late
+                self._earlier.setdefault(vin, {})[vehicle.client_id] = vehicle
+            return
+        if before is not None and before.client_id != vehicle.client_id:
+            self._earlier.setdefault(vin, {})[before.client_id] = before
+        if vin in self._earlier:
+            self._forget_earlier(vin, vehicle.client_id)
         if before is not None and before.epoch != vehicle.epoch:
-            self._offline(vehicle.vin, before.epoch, False, now)
-        self.vehicles[vehicle.vin] = vehicle
-        self._wake(vehicle.vin)
+            self._let_go(vin, before.epoch, connected=False)
+        self.vehicles[vin] = vehicle
+        self._wake(vin)
 
-    def _offline(self, vin: str, epoch: int, connected: bool, now: float) -> None:
+    def _offline(self, vin: str, epoch: int, connected: bool) -> None:
         vehicle = self.vehicles.get(vin)
-        if vehicle is not None and vehicle.epoch == epoch:
+        here = vehicle is not None and vehicle.epoch == epoch
+        if here:
             del self.vehicles[vin]
+        self._let_go(vin, epoch, connected=connected)
+        earlier = self._earlier.get(vin)
+        if earlier is None:
+            return
+        if here:
+            latest = max(earlier.values(), key=lambda one: one.epoch)
+            self._forget_earlier(vin, latest.client_id)
+            self.vehicles[vin] = latest
+            self._wake(vin)
+        else:
+            for client_id in [one.client_id for one in earlier.values() if one.epoch == epoch]:
+                self._forget_earlier(vin, client_id)
+
+    def _forget_earlier(self, vin: str, client_id: str) -> None:
+        earlier = self._earlier[vin]
+        earlier.pop(client_id, None)
+        if not earlier:
+            del self._earlier[vin]
+
+    def _let_go(self, vin: str, epoch: int, *, connected: bool) -> None:
+        """What goes on for that session of the vehicle ends, or comes back."""
         slot = self._slots.get(vin)
         if slot is None:
             return
         match slot.step:
             case Step.LOOKING | Step.RESTING:
-                if vehicle is not None and vehicle.epoch == epoch:
+                if vin not in self.vehicles:
                     self._end(slot)
             case Step.BEGINNING:
                 if slot.flight is not None and slot.flight.epoch == epoch:
@@ -416,7 +455,7 @@ class Dispatcher:
     def _over(self, slot: Slot, rest: bool) -> None:
         """Something has come to its end: what is next?"""
         slot.flight = slot.campaign = slot.answered = slot.past = None
-        slot.lost = slot.dup = False
+        slot.lost = slot.dup = slot.heard = False
         if slot.vin in self.vehicles and (rest or slot.again):
             self._look(slot)
         else:
@@ -480,7 +519,7 @@ class Dispatcher:
         packet_id = chosen.sent.packet_id if kept and chosen.sent is not None else 0
         flight = self._flight(chosen, vehicle, packet_id, event.store_now)
         slot.flight, slot.campaign, slot.dup, slot.lost = flight, event.campaigns[chosen.campaign], kept, False
-        slot.past = None
+        slot.tried, slot.past = (flight.place, flight.epoch, kept), None
         self._move(slot, Step.BEGINNING)
         self._queue(slot, Begin(chosen, flight))
 
@@ -507,7 +546,7 @@ class Dispatcher:
         if vehicle is None:
             self._end(slot)
         elif seen.epoch > vehicle.epoch:
-            self._rest(slot, inf)  # a later session is the vehicle; whatever happens to it triggers us
+            self._rest(slot, now + ELSEWHERE_SECONDS)  # a later session is the vehicle
         elif campaign is not None and campaign.state is State.CANCELLED:
             slot.flight, slot.rest = seen, True
             self._move(slot, Step.SETTLING)
@@ -518,16 +557,20 @@ class Dispatcher:
             or seen.expires <= event.store_now
             or seen.payload not in event.sizes
         ):
-            slot.flight = seen
+            slot.flight, slot.campaign = seen, campaign
             self._return(slot, seen.attempts)  # and then it is looked at like any other
         elif vehicle.has(seen.sent) or seen.epoch == vehicle.epoch:
             slot.flight = self._flight(seen, vehicle, seen.sent.packet_id, event.store_now)
             slot.campaign, slot.lost, slot.rest = campaign, False, True
-            slot.dup = seen.epoch != vehicle.epoch
+            tried = slot.tried
+            known = tried is not None and tried[:2] == (seen.place, vehicle.epoch)
+            # Without an answer it was not sent in this epoch; whoever began it, the session may have it from before.
+            slot.dup = tried[2] if tried is not None and known else vehicle.has(seen.sent)
+            slot.tried = (seen.place, vehicle.epoch, slot.dup)
             self._move(slot, Step.BEGINNING)
             self._queue(slot, Adopt(seen, slot.flight))
         else:
-            slot.flight = seen
+            slot.flight, slot.campaign = seen, campaign
             self._return(slot, seen.attempts)
 
     # -- what was committed ----------------------------------------------------------------------------------
@@ -546,7 +589,7 @@ class Dispatcher:
                 case Return():
                     self._returned(slot, change, event.store_now, now)
                 case _:
-                    self._over(slot, slot.rest)
+                    self._settled(slot, change, verdict)
 
     def _commit_failed(self, number: int, now: float) -> None:
         """It may have happened all the same; then the same again is refused, which does no harm."""
@@ -556,6 +599,13 @@ class Dispatcher:
         self._committing = None
         self._blocked_until = now + RETRY_SECONDS
         self._to_commit.extendleft(reversed(queued))
+
+    def _settled(self, slot: Slot, change: Finish | Await, verdict: Verdict | None) -> None:
+        if verdict is Verdict.GONE and slot.heard and isinstance(change.seen, InFlight):
+            # Somebody may have taken it back, as from a node that is gone; the vehicle has it all the same.
+            self._queue(slot, change._replace(seen=_past(change.seen, change.seen.attempts)))
+        else:
+            self._over(slot, slot.rest)
 
     def _begun(self, slot: Slot, change: Begin | Adopt, verdict: Verdict | None, now: float) -> None:
         flight, campaign = slot.flight, slot.campaign
@@ -592,24 +642,30 @@ class Dispatcher:
         assert seen is not None
         self._move(slot, Step.RETURNING)
         slot.answered = None
+        slot.awaits = slot.campaign is not None and slot.campaign.awaits_result
         self._queue(slot, Return(seen, attempts, not_before, None if refused else seen.sent))
 
     def _returned(self, slot: Slot, change: Return, store_now: float, now: float) -> None:
         seen, answered = change.seen, slot.answered
         slot.flight = slot.campaign = slot.answered = None
-        slot.past = Waiting(seen.vin, seen.place, seen.campaign, seen.payload, seen.expires, change.attempts)
+        slot.past = _past(seen, change.attempts)
         if answered is not None:
-            self._settle_past(slot, slot.past, answered)
+            self._settle_past(slot, slot.past, answered, store_now)
         else:
             # Even if the vehicle has gone: it may have come to its end while it was away.
             self._look(slot)
 
-    def _settle_past(self, slot: Slot, past: Waiting, reason: int) -> None:
+    def _settle_past(self, slot: Slot, past: Waiting, reason: int, store_now: float) -> None:
         """Its answer has come after all: it waits, and has its end now."""
         slot.rest, slot.past = True, None
         self._to_look.pop(slot.vin, None)
         self._move(slot, Step.SETTLING)
-        self._queue(slot, _answered(past, reason))
+        self._queue(slot, self._answer(past, reason, slot.awaits, store_now))
+
+    def _answer(self, seen: Waiting | InFlight, reason: int, awaits: bool, store_now: float) -> Finish | Await:
+        if reason >= 0x80:
+            return Finish(seen, End.FAILED, f"refused with 0x{reason:02X}")
+        return Await(seen, store_now + self._settings.result_secs) if awaits else Finish(seen, End.ACKED)
 
     # -- what the vehicle says -------------------------------------------------------------------------------
 
@@ -619,7 +675,7 @@ class Dispatcher:
             return
         if slot.step in (Step.LOOKING, Step.RESTING) and slot.past is not None and slot.past.place == place:
             if reason < 0x80 or reason in FINAL_REASONS:
-                self._settle_past(slot, slot.past, reason)
+                self._settle_past(slot, slot.past, reason, store_now)
             return
         if slot.flight is None or slot.flight.place != place:
             return  # late, doubled, or of another
@@ -630,12 +686,11 @@ class Dispatcher:
         if slot.step is not Step.FLYING:
             return
         flight, settings = slot.flight, self._settings
-        if reason < 0x80 and slot.campaign is not None and slot.campaign.awaits_result:
+        if reason < 0x80 or reason in FINAL_REASONS or flight.attempts + 1 >= settings.attempts_max:
+            awaits = slot.campaign is not None and slot.campaign.awaits_result
+            slot.heard = True
             self._move(slot, Step.SETTLING)
-            self._queue(slot, Await(flight, store_now + settings.result_secs))
-        elif reason < 0x80 or reason in FINAL_REASONS or flight.attempts + 1 >= settings.attempts_max:
-            self._move(slot, Step.SETTLING)
-            self._queue(slot, _answered(flight, reason))
+            self._queue(slot, self._answer(flight, reason, awaits, store_now))
         else:
             self._try_later(slot, store_now)
 
@@ -685,7 +740,6 @@ class Dispatcher:
             self._try_later(slot, flight.sent_at + self._settings.ack_secs)
 
 
-def _answered(seen: Waiting | InFlight, reason: int) -> Finish:
-    if reason < 0x80:
-        return Finish(seen, End.ACKED)
-    return Finish(seen, End.FAILED, f"refused with 0x{reason:02X}")
+def _past(seen: InFlight, attempts: int) -> Waiting:
+    """As it waits after it was in flight."""
+    return Waiting(seen.vin, seen.place, seen.campaign, seen.payload, seen.expires, attempts)

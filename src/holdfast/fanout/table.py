@@ -134,9 +134,9 @@ class Return(NamedTuple):
 
 
 class Await(NamedTuple):
-    """In flight → awaiting its result."""
+    """In flight, or waiting again → awaiting its result."""
 
-    seen: InFlight
+    seen: Waiting | InFlight
     until: float
 
 

@@ -101,7 +101,7 @@ class Truth:
             for vin in ids:
                 must = batch.resend != "ignore"
                 self.asked[campaign.id, vin] = self.asked.get((campaign.id, vin), False) or must
-                if batch.resend == "replace":
+                if batch.resend == "replace" or campaign.replaces:
                     key = (batch.request_id, vin)
                     self.replacing[key] = max(self.replacing.get(key, 0), campaign.id)
         self.look_at_counts()
@@ -119,13 +119,13 @@ class Truth:
                 now = self.table.rows.campaigns.get(campaign)
                 if now is not None and not now.sending:
                     self.halted[campaign] = self.world.now
-            case fc.Edit():
-                self.edited.add(campaign)
 
     def campaign_changed(self, before: Campaign, after: Campaign) -> None:
         now = self.world.now
         if after.sending and (not before.sending or before.cut != after.cut):
             self.opened[after.id] = now
+        if (before.rate_per_sec, before.bytes_per_sec) != (after.rate_per_sec, after.bytes_per_sec):
+            self.edited.add(after.id)
         if after.sending:
             self.halted.pop(after.id, None)
         if after.state is State.CLOSED and any(self.table.rows.counts[after.id][:3]):
@@ -147,7 +147,8 @@ class Truth:
             return
         wave = options_of(after).waves[old.wave] if new.options is None else new.options.waves[old.wave]
         vins = [vin for (id_, vin) in self.asked if id_ == after.id and ticket_of(after.id, vin) <= old.cuts[old.wave]]
-        ended = [one for vin in vins if (one := self.final.get((after.id, vin))) is not None]
+        # Whoever has ended before its wave came counts as well: nobody counts by wave.
+        ended = [one for (id_, _), one in self.final.items() if id_ == after.id]
         acked = sum(one.end is End.ACKED for one in ended)
         if wave.acked_percent and old.wave == 0 and not self.run.retries and ended:
             if 100 * acked / len(ended) < wave.acked_percent and acked < len(vins) * wave.acked_percent / 100:

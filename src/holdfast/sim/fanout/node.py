@@ -249,7 +249,7 @@ class SimNode:
         if not link.node_up:
             return
         link.node_up = False
-        self.table.last_ids[link.client_id] = link.window.last_id
+        self.table.last_ids[link.client_id] = link.epoch, link.window.last_id
         if self.links.get(link.client_id) is link:
             del self.links[link.client_id]
             self._gone(link)
@@ -394,10 +394,16 @@ class SimNode:
                     held.window.drop(held.packet_id)
 
     def _told(self, shard: Shard, machine: fd.Dispatcher, event: fd.Event) -> None:
-        """An answer for a dispatcher; answers for one that was replaced are given to the new one, too."""
+        """An answer for a dispatcher; one that was replaced has no use for it."""
+        if shard.machine is not machine:
+            return
         self._give_to(shard, event)
         if not self.world.healing and self.world.chance(self.run.faults.doubled):
-            self.after(self.world.rng.random(), lambda: self._give_to(shard, event))
+            self.after(self.world.rng.random(), lambda: self._told_again(shard, machine, event))
+
+    def _told_again(self, shard: Shard, machine: fd.Dispatcher, event: fd.Event) -> None:
+        if shard.machine is machine:
+            self._give_to(shard, event)
 
     def _look_up(self, shard: Shard, machine: fd.Dispatcher, number: int, vins: Sequence[str], limit: int) -> Work:
         try:
@@ -483,7 +489,7 @@ class SimNode:
             reason = "payload missing" if data is None else "packet too large"
             self._give(vehicle.vin, fd.Unsendable(vehicle.vin, flight.place, reason))
             return
-        dup = effect.dup
+        dup = effect.dup and taken.packet_id == flight.sent.packet_id
         self.world.tell(
             self,
             f"sends {flight.vin} #{flight.place & 0xFFFF} id {taken.packet_id}{' DUP' if dup else ''} to {link.client_id}",

@@ -58,7 +58,8 @@ class SimTable(MemoryFanoutTable):
         self.outage_until = -inf
         """Until then nobody reaches it."""
         self.filters: dict[str, dict[str, int]] = {}
-        self.last_ids: dict[str, int] = {}
+        self.last_ids: dict[str, tuple[int, int]] = {}
+        """By client: the last packet id, and the epoch in which it was."""
 
     def now(self) -> float:
         return EPOCH_OF_TIME + self.world.now
@@ -118,11 +119,13 @@ class SimTable(MemoryFanoutTable):
         row = people.rows.get(client_id)
         present = row is not None and not row.dead and row.born != "" and not clean
         born = row.born if present and row is not None else f"{client_id}.{people.epoch}" if durable else ""
+        left = self.last_ids.get(client_id)
+        last_id = left[1] if left is not None and row is not None and left[0] == row.epoch else 0
         people.rows[client_id] = SessionRow(client_id=client_id, epoch=people.epoch, born=born)
         if not present:
             self.filters[client_id] = {}
         self.truth.taken(client_id, people.epoch)
-        return Stored(people.epoch, born, self.filters[client_id], self.last_ids.get(client_id, 0), present)
+        return Stored(people.epoch, born, self.filters[client_id], last_id, present)
 
     def leave(self, client_id: str, epoch: int) -> None:
         """A session that ends with its connection."""

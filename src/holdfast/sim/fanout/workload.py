@@ -18,6 +18,7 @@ from holdfast.sim.front.world import World
 
 WEATHER_SECONDS = 20.0
 HEAL_SECONDS_MAX = 90.0
+PAUSED_SECONDS_MAX = 13.0
 LEFTOVER_SECONDS = 60.0
 DATA = ("a", "b" * 40, "c" * 100)
 REQUEST_IDS = ("task_a_1", "task_a_2", "task_b_1")
@@ -250,7 +251,7 @@ class FanoutWorkload:
     def _do_pause(self) -> None:
         node = self.any_node()
         if node is not None:
-            seconds = self.world.rng.choice([1.0, 4.0, 9.0, 13.0])
+            seconds = self.world.rng.choice([1.0, 4.0, 9.0, PAUSED_SECONDS_MAX])
             self.world.tell(node, f"stands still for {seconds} s")
             node.paused_until = self.world.now + seconds
 
@@ -284,6 +285,7 @@ class FanoutWorkload:
         world.run(world.now + 0.5)
         for vehicle in self.vehicles:
             vehicle.heal()
+        world.run(world.now + PAUSED_SECONDS_MAX)
         until = world.now + HEAL_SECONDS_MAX
         while world.now < until and not self._settled():
             world.run(world.now + 1.0)
