@@ -47,11 +47,14 @@ class Node:
         metadata: str | None = None,
         node_id: str = "test",
         settings: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         start: bool = True,
     ):
         self.folder = folder
         self.store, self.metadata, self.node_id = store, metadata, node_id
         self.settings = dict(settings or {})
+        self.environment = dict(environment or {})
+        """Beside what this process has."""
         self.mqtt_port = self.http_port = 0
         self.ports: dict[str, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,6 +124,7 @@ class Node:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", LAUNCH, *owner, *self.command()],
                 cwd=self.folder,
+                env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

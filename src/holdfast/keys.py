@@ -10,6 +10,8 @@
     /holdfast/nodes/NAME/LEASE                                      a node that is there
     /holdfast/bans/KIND/NAME                                        who may not connect
     /holdfast/bans-changed                                          moves whenever a ban does
+    /holdfast/probe                                                 is written to see whether the store takes writes
+    /holdfast/fanout-results                                        up to where vehicles' results are settled
 
 Names are up to 65,535 bytes long and may hold anything. What has a meaning here is written as %XX, and a part that is
 too long for a key is its beginning, a ~ and its hash; in a part that is not shortened a ~ is written as %7E, so nobody
@@ -25,8 +27,10 @@ from holdfast.model import Stream
 
 BANS = "/holdfast/bans/"
 BANS_CHANGED = "/holdfast/bans-changed"
+FANOUT_RESULTS = "/holdfast/fanout-results"
 GROUPS = "/holdfast/groups/"
 NODES = "/holdfast/nodes/"
+PROBE = "/holdfast/probe"
 SUBSCRIPTIONS = "/holdfast/subscriptions/"
 
 PART_BYTES_MAX = 200

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from time import time_ns
 from typing import NamedTuple, NewType, TypeVar
 
 from holdfast.errors import RequestError
@@ -176,4 +177,4 @@ def check_log_name(log: str) -> str:
 
 def now_micros() -> Micros:
     """The wall clock, as messages carry it."""
-    return round(datetime.now(UTC).timestamp() * 1_000_000)
+    return time_ns() // 1000

@@ -28,6 +28,8 @@ READY_SECONDS = 5.0 + 1.0
 BYTES_SECONDS = 1.5
 """What was sent may arrive this much later: proxies delay, and two cores are shared by many."""
 SWEEP_SECONDS = 2.5
+TIME_SECONDS = 1.0
+"""A node's clock follows one that is wrong by 1%, and is off by so little."""
 GONE_SECONDS = 1.5 * KEEP_ALIVE_SECONDS + LEASE_SECONDS + GRACE_SECONDS + SWEEP_SECONDS
 """A connection that ended in whatever way is known to have ended after this, once everything is well."""
 
@@ -228,6 +230,16 @@ def stored(seen: Seen) -> Iterator[str]:
             first[name] = number
 
 
+def timed(seen: Seen) -> Iterator[str]:
+    """A message's time is when it was stored, whatever a node's clock says for a while."""
+    for row in seen.log:
+        sends, acked = seen.sent.get(row.payload), seen.acked.get(row.payload)
+        if not sends or acked is None or seen.copies[row.payload] > 1:
+            continue
+        if not sends[0].t - TIME_SECONDS < row.t < acked.t + TIME_SECONDS:
+            yield f"{row.payload} was stored between {sends[0].t:.2f} and {acked.t:.2f}; its time is {row.t:.2f}"
+
+
 def delivered(seen: Seen) -> Iterator[str]:
     """Every subscriber that is there at the end has what was published since it subscribed."""
     for who, subscribed in seen.subscribed.items():
@@ -288,7 +300,11 @@ def _same_life(lives: list[float], one: float, other: float) -> bool:
 
 
 def in_order(seen: Seen) -> Iterator[str]:
-    """A subscriber gets what one publisher sent in the order it was sent; repeats apart."""
+    """A subscriber gets what one publisher sent in the order it was sent; repeats apart.
+
+    Of a message that is stored twice, a subscription that began in between has the second copy only.
+    """
+    stored = {row.payload: row.t for row in sorted(seen.log, key=lambda row: -row.t)}
     for who, gots in seen.got.items():
         if who.startswith("g"):
             continue
@@ -301,6 +317,8 @@ def in_order(seen: Seen) -> Iterator[str]:
             had.add(event.msg)
             name, number = publisher_of(event.msg)
             last, at = newest.get(name, (0, 0.0))
+            if seen.copies[event.msg] > 1 and stored[event.msg] < lives[bisect.bisect(lives, event.t) - 1]:
+                continue
             if number < last and _same_life(lives, at, event.t):
                 yield f"{who} got {event.msg} at {event.t:.2f}, after {name}:{last} at {at:.2f}"
             newest[name] = number, event.t
@@ -480,6 +498,7 @@ def told_ready(seen: Seen) -> Iterator[str]:
 CHECKS: tuple[Check, ...] = (
     settled,
     stored,
+    timed,
     delivered,
     not_again,
     in_order,

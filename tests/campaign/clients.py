@@ -22,6 +22,10 @@ GOODBYE_SECONDS = 3.0
 WINDOW = 8
 
 TAKEN_OVER = 0x8E
+SHORT_SECONDS = 60
+"""A session that lasts no longer may end while its client tries to come back."""
+MESSAGE_EXPIRY = 1200
+"""Of some messages: longer than any campaign needs them, shorter than a clock is set forward or back."""
 
 
 class Stage:
@@ -41,6 +45,7 @@ class Flight:
     msg: str
     topic: str
     qos: int
+    expiry: int = 0
     released: bool = False
 
 
@@ -56,6 +61,8 @@ class Client:
         self.link: Link | None = None
         self.links: set[Link] = set()
         self._count = 0
+        self.unsure = False
+        """A CONNECT since it was last welcome was not answered."""
         self._asking: Link | None = None
         """The connection whose CONNACK or SUBACK is waited for."""
         self._connack: asyncio.Future[tuple[bool, int]] | None = None
@@ -107,6 +114,7 @@ class Client:
         if code != 0:
             self.note("connack", conn=link.number, code=code)
             self.drop(link)
+            self.unsure = True
             return False
         self.note("connack", conn=link.number, code=0, present=present, node=member.name)
         self.link = link
@@ -121,6 +129,7 @@ class Client:
             else:
                 self._send(link, pid, flight, dup=True)
         await self.welcomed(link, present)
+        self.unsure = False
         return link.open
 
     def where(self) -> tuple[Member, int]:
@@ -253,13 +262,13 @@ class Client:
         """Under the lowest packet id that is free: the sooner an id is used again, the more is asked of a node."""
         assert self.link is not None
         pid = next(n for n in range(1, 1000) if n not in self.out)
-        flight = self.out[pid] = Flight(msg, topic, qos)
+        flight = self.out[pid] = Flight(msg, topic, qos, self.chance.choice((0, MESSAGE_EXPIRY)))
         self._send(self.link, pid, flight, dup=False)
 
     def _send(self, link: Link, pid: int, flight: Flight, *, dup: bool) -> None:
         self.began.setdefault(flight.msg, self.history.now())
         self.note("send", conn=link.number, msg=flight.msg, qos=flight.qos, pid=pid, dup=dup)
-        link.send(wire.publish(flight.topic, flight.msg, flight.qos, pid, dup))
+        link.send(wire.publish(flight.topic, flight.msg, flight.qos, pid, dup, flight.expiry))
 
     # -- its day -------------------------------------------------------------------------------------------
 
@@ -364,7 +373,9 @@ class Subscriber(Client):
         return self.leaves_at is not None and self.history.now() > self.leaves_at
 
     async def welcomed(self, link: Link, present: bool) -> None:
-        if not present:
+        # A CONNECT that was not answered may have found the session expired and begun another, which is there now:
+        # MQTT has no way to tell.
+        if not present or (self.unsure and self.expiry < SHORT_SECONDS):
             self.subscribed_at = None
             self.seen = set()
         if self.subscribed_at is None and await self.subscribe(link, self.filter, self.qos):

@@ -14,14 +14,19 @@ from typing import Any
 
 import psycopg
 
+import holdfast
 from campaign.proxy import Proxy
+from holdfast.model import LOG, Batch
 from node import LOOPBACK, Node, NodeFailed
 from servers import EtcdServer, PostgresServer
+from settable_clock import SettableClock
 
 NODES = ("a", "b", "c")
 LEASE_SECONDS = 5.0
 GRACE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
+
+WAL_SEGMENT_MB = 1
 
 SETTINGS = {
     "sessions.lease_secs": LEASE_SECONDS,
@@ -40,6 +45,7 @@ class Member:
         self.clients: Proxy
         self.store: Proxy
         self.paused = False
+        self.clock: SettableClock
 
     @property
     def port(self) -> int:
@@ -64,7 +70,9 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._hands, call, *given)
 
     async def start(self) -> None:
-        self.postgres: PostgresServer = await self.do(PostgresServer)
+        # Small segments of the WAL: so files can be limited to what leaves only the WAL room.
+        # No vacuum: what was deleted would be written over, which takes no room.
+        self.postgres: PostgresServer = await self.do(PostgresServer, {"autovacuum": "off"}, WAL_SEGMENT_MB)
         if self._with_etcd:
             self.etcd = await self.do(EtcdServer)
         self.url = await self.do(self.postgres.database)
@@ -75,22 +83,45 @@ class Cluster:
             await member.store.start()
             url = f"postgresql://postgres@{LOOPBACK}:{member.store.port}/{name}?sslmode=disable&gssencmode=disable"
             metadata = f"{self.etcd.url}/campaign" if self.etcd is not None else None
+            member.clock = SettableClock(self.folder / f"{member.name}.clock")
             member.node = Node(
                 self.folder / member.name,
                 store=url,
                 metadata=metadata,
                 node_id=member.name,
                 settings=SETTINGS,
+                environment=member.clock.environment,
                 start=False,
             )
         first, *others = self.members.values()
         await self.do(first.node.start)  # alone: it makes the tables
+        await self.do(self._ballast)
         await asyncio.gather(*(self.do(member.node.start) for member in others))
         for member in self.members.values():
             member.clients = Proxy(lambda node=member.node: asyncio.open_connection(*node.mqtt))
             await member.clients.start()
 
+    def _ballast(self) -> None:
+        """Bodies that fill what a full disk leaves of their tables: from then on an append needs more room."""
+        with holdfast.open(self.url) as log, psycopg.connect(self.url, autocommit=True) as db:
+            log.append(LOG, Batch(["ballast"], [bytes(2 * WAL_SEGMENT_MB << 20)]))  # in a table apart, being large
+            while True:
+                for _ in range(100):
+                    log.append(LOG, Batch(["ballast"], [b"x"]))
+                size = db.execute("select pg_relation_size('holdfast.bodies')").fetchone()
+                if size is not None and size[0] > WAL_SEGMENT_MB << 20:
+                    return
+
     # -- what the nemesis does -----------------------------------------------------------------------------
+
+    async def fill_disk(self, *, wal: bool) -> None:
+        """No append finds room; nor does the WAL, if so chosen: then PostgreSQL ends, and cannot recover."""
+        await self.do(self.postgres.limit_files, 0 if wal else WAL_SEGMENT_MB << 20)
+
+    async def free_disk(self) -> None:
+        """There is room again; if PostgreSQL has ended, somebody starts it."""
+        await self.do(self.postgres.limit_files, None)
+        await self.do(self.postgres.start)
 
     async def kill(self, member: Member) -> None:
         await self.do(member.node.kill)
@@ -118,12 +149,13 @@ class Cluster:
 
     async def heal(self) -> None:
         """Everything is as it should be, whatever was done."""
-        await self.do(self.postgres.start)
+        await self.free_disk()
         if self.etcd is not None:
             await self.do(self.etcd.start)
         for member in self.members.values():
             member.clients.release()
             member.store.release()
+            member.clock.set(0.0)
             self.resume(member)
         await asyncio.gather(*(self.start_again(m) for m in self.members.values() if not m.up))
 

@@ -23,10 +23,15 @@ KINDS = (
     "store delayed",
     "store held",
     "store half-open",
+    "disk full",
+    "wal full",
+    "clock",
 )
 ETCD_KINDS = ("etcd", "etcd")
 
-CLUSTER_WIDE = ("postgres", "etcd")
+CLUSTER_WIDE = ("postgres", "etcd", "disk full", "wal full")
+
+HOUR = 3600.0
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,17 @@ class Fault:
     node: str
     seconds: float
     delay: float = 0.0
+    ahead: float = 0.0
+    """By how much a clock is set forward, or back."""
 
     @property
     def until(self) -> float:
         return self.at + self.seconds
 
     def __str__(self) -> str:
-        return f"{self.at:6.1f} s  {self.kind} {self.node}  for {self.seconds:.1f} s"
+        return f"{self.at:6.1f} s  {self.kind} {self.node}  for {self.seconds:.1f} s" + (
+            f", {self.ahead:+.0f} s" if self.ahead else ""
+        )
 
 
 def seconds_of(kind: str, chance: random.Random) -> float:
@@ -55,8 +64,15 @@ def seconds_of(kind: str, chance: random.Random) -> float:
             return chance.choice((0.0, chance.uniform(0.5, 4.0), LEASE_SECONDS + chance.uniform(0.5, 3.0)))
         case "kill" | "stop":
             return chance.choice((0.0, chance.uniform(0.5, 3.0), LEASE_SECONDS + chance.uniform(1.0, 4.0)))
+        case "disk full" | "wal full" | "clock":
+            return chance.choice((chance.uniform(0.5, 3.0), LEASE_SECONDS + chance.uniform(1.0, 5.0)))
         case _:
             return chance.uniform(1.0, 8.0)
+
+
+def ahead_of(chance: random.Random) -> float:
+    """Seconds, minutes or an hour; forward or back."""
+    return round(chance.choice((-1, 1)) * chance.choice((chance.uniform(2.0, 60.0), chance.uniform(60.0, HOUR), HOUR)))
 
 
 def plan(seed: int, begin: float, end: float, *, etcd: bool) -> list[Fault]:
@@ -71,7 +87,8 @@ def plan(seed: int, begin: float, end: float, *, etcd: bool) -> list[Fault]:
             chance.shuffle(deck)
         kind = deck.pop()
         node = "" if kind in CLUSTER_WIDE else chance.choice(NODES)
-        fault = Fault(round(at, 2), kind, node, round(seconds_of(kind, chance), 2), round(chance.uniform(0.02, 0.4), 3))
+        seconds, delay = round(seconds_of(kind, chance), 2), round(chance.uniform(0.02, 0.4), 3)
+        fault = Fault(round(at, 2), kind, node, seconds, delay, ahead_of(chance) if kind == "clock" else 0.0)
         busy = any(f.node == node and f.until > at for f in found)
         if not busy:
             found.append(fault)
@@ -101,6 +118,11 @@ class Nemesis:
 
     async def _do(self, fault: Fault, member: Member | None) -> None:
         cluster = self._cluster
+        if fault.kind in ("disk full", "wal full"):
+            await cluster.fill_disk(wal=fault.kind == "wal full")
+            await asyncio.sleep(fault.seconds)
+            await cluster.free_disk()
+            return
         if member is None:
             server = cluster.postgres if fault.kind == "postgres" else cluster.etcd
             assert server is not None
@@ -126,6 +148,12 @@ class Nemesis:
                 cluster.pause(member)
                 await asyncio.sleep(fault.seconds)
                 cluster.resume(member)
+            case "clock":
+                if await cluster.ready(member) == 0:
+                    return  # a process that starts while its clock is wrong believes it
+                member.clock.set(fault.ahead)
+                await asyncio.sleep(fault.seconds)
+                member.clock.set(0.0)
             case _:
                 await self._disturb(fault, member)
 

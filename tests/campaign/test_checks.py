@@ -78,6 +78,12 @@ def test_a_publishers_order_is_kept_in_the_log():
     assert not found(checks.stored, BASE, sent, log=in_log("p1:1", "p1:2"))
 
 
+def test_a_messages_time_is_when_it_was_stored():
+    sent = published("p1:1", 2.0)
+    assert not found(checks.timed, BASE, sent, log=in_log("p1:1", t=2.05))
+    assert "its time is 3602.00" in found(checks.timed, BASE, sent, log=in_log("p1:1", t=3602.0))[0]
+
+
 def test_a_subscriber_gets_what_came_after_it_subscribed():
     sent = [*published("p1:1", 0.5), *published("p1:2", 2.0)]
     assert not found(checks.delivered, BASE, sent, got("s1", "p1:2", 3.0))
@@ -113,6 +119,13 @@ def test_a_subscriber_sees_a_publishers_order():
     assert found(checks.in_order, BASE, got("s1", "p1:2", 3.0), got("s1", "p1:1", 3.1))
     again = [*got("s1", "p1:1", 3.0), *got("s1", "p1:2", 3.1), *got("s1", "p1:1", 4.0, dup=True)]
     assert not found(checks.in_order, BASE, again)
+
+
+def test_a_subscription_that_began_between_two_copies_has_the_second_one_late():
+    got_late = [*got("s1", "p1:2", 3.0), *got("s1", "p1:1", 3.1)]
+    before, after = in_log("p1:1", t=1.0), in_log("p1:1", "p1:2", "p1:1", t=2.0)
+    assert not found(checks.in_order, BASE, got_late, log=before + after)
+    assert found(checks.in_order, BASE, got_late, log=after)
 
 
 def test_a_connection_that_was_replaced_is_silent():

@@ -56,9 +56,12 @@ def subscribe(pid: int, topic_filter: str, qos: int) -> bytes:
     return packet(SUBSCRIBE << 4 | 2, struct.pack("!H", pid) + b"\0" + text(topic_filter) + bytes([qos]))
 
 
-def publish(topic: str, payload: str, qos: int, pid: int, dup: bool) -> bytes:
+def publish(topic: str, payload: str, qos: int, pid: int, dup: bool, expiry: int = 0) -> bytes:
+    """`expiry` in seconds; 0: never."""
     number = struct.pack("!H", pid) if qos else b""
-    return packet(PUBLISH << 4 | dup << 3 | qos << 1, text(topic) + number + b"\0" + payload.encode())
+    properties = b"\x02" + struct.pack("!I", expiry) if expiry else b""
+    body = text(topic) + number + varint(len(properties)) + properties + payload.encode()
+    return packet(PUBLISH << 4 | dup << 3 | qos << 1, body)
 
 
 def acknowledge(kind: int, pid: int) -> bytes:

@@ -651,7 +651,8 @@ def test_what_is_stored_already_is_not_stored_again(opener: Opener, store: Store
     publish(log, ReceivedId("a", "b1", 1, mark=7))
     with pytest.raises(NotTaken) as refused:
         publish(other, ReceivedId("a", "b1", 2, mark=8), ReceivedId("a", "b1", 1, mark=9))
-    assert refused.value.repeated == {ReceivedId("a", "b1", 1, mark=9)} and not refused.value.fenced
+    assert refused.value.repeated == {ReceivedId("a", "b1", 1, mark=9): 7}, "as what it is stored"
+    assert not refused.value.fenced
     assert table.received(["a"]) == {"a": {1: 7}}, "nothing of it was stored"
     assert sum(head.next_offset for head in log.heads(LOG)) == 1
 

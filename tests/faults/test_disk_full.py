@@ -10,6 +10,7 @@ import pytest
 import holdfast
 from holdfast import Batch, Stream
 from processes import Report, child
+from servers import CannotRun, PostgresServer
 
 ONE = Stream("one", 0, 1)
 
@@ -44,6 +45,27 @@ def test_a_full_disk_is_said_plainly_and_survived(tmp_path: Path) -> None:
         assert process.next_report() == written
     with holdfast.open(url) as log:
         assert sum(c.batch.num_rows for c in log.scan("one")) == written + 1
+
+
+def test_a_postgresql_whose_disk_is_full_goes_on_when_there_is_room() -> None:
+    """Only its WAL, whose segments are there already, has room for as long as the disk is full."""
+    try:
+        server = PostgresServer(wal_segment_mb=1)
+    except CannotRun as error:
+        pytest.skip(str(error))
+    try:
+        with holdfast.open(server.database()) as log:
+            log.create("one", shards=1)
+            log.append("one", Batch(["t"], [bytes(2 << 20)]))
+            server.limit_files(1 << 20)
+            for _ in range(3):
+                with pytest.raises(holdfast.StoreError, match="could not extend file"):
+                    log.append("one", Batch(["t"], [bytes(100_000)]))
+            assert sum(c.batch.num_rows for c in log.scan("one")) == 1
+            server.limit_files(None)
+            assert log.append("one", Batch(["t"], [bytes(100_000)])).placed[0].base == 1
+    finally:
+        server.close()
 
 
 def test_a_path_that_is_no_database_is_named(tmp_path: Path) -> None:

@@ -55,6 +55,32 @@ def test_it_never_goes_back() -> None:
     assert seen == sorted(set(seen))
 
 
+@pytest.mark.parametrize("jump", [HOUR, -HOUR])
+def test_a_jump_that_lasts_is_believed_where_that_is_wanted(jump: int) -> None:
+    clocks = Clocks()
+    clock = SteadyClock(lambda: clocks.wall, lambda: clocks.monotonic, believed_after=60.0)
+    right, clocks.wall = clocks.wall, clocks.wall + jump
+    for second in range(1, 60):
+        assert abs(clock() - (right + (second - 1) * SECOND)) < SECOND
+        clocks.pass_(1.0)
+    assert abs(clock() - clocks.wall) > HOUR // 2
+    clocks.pass_(1.0)
+    assert clock() == clocks.wall
+    clocks.pass_(1.0)
+    assert clock() == clocks.wall
+
+
+def test_jumps_that_do_not_last_are_never_believed_however_many_there_are() -> None:
+    clocks = Clocks()
+    clock, right = SteadyClock(lambda: clocks.wall, lambda: clocks.monotonic, believed_after=60.0), clocks.wall
+    for jump in (HOUR, -2 * HOUR, 3 * HOUR, -4 * HOUR, 2 * HOUR) * 3:
+        clocks.wall += jump
+        for _ in range(30):
+            assert abs(clock() - right) < 4 * SECOND
+            clocks.pass_(1.0)
+            right += SECOND
+
+
 @pytest.fixture
 def log() -> Iterator[Log]:
     with holdfast.open("memory:") as log:

@@ -9,9 +9,10 @@ from typing import Any
 
 import holdfast
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.log.contract import Retained
-from holdfast.model import LOG, RETAIN, Stream
+from holdfast.log.contract import ReceivedId, Retained
+from holdfast.model import LOG, RETAIN, Batch, Stream
 from holdfast.mqtt.fastpath import PACKET_IDS, Inbox, pubacks, pubacks_where
+from holdfast.mqtt.inbound import Inbound
 from holdfast.runtime.ingest import Ingest
 
 SECONDS = 10.0
@@ -310,5 +311,23 @@ def test_what_cannot_be_delivered_at_once_is_acknowledged_all_the_same_and_the_n
         assert one.sent == [pubacks([PACKET_IDS[1]])]
         bench.publish(two, inbox(2, ("b", 1)))
         await until(lambda: two.sent == [pubacks([PACKET_IDS[2]])])
+
+    run(work)
+
+
+def test_what_another_node_has_stored_is_released_under_the_mark_it_has_there():
+    """It landed after this node had read what is stored: under our own mark it would never be released, and whatever
+    came next under its packet id would be taken for a repeat of it, acknowledged and not stored."""
+
+    async def work(bench: Bench) -> None:
+        there = ReceivedId("c", "born", 1, mark=7)
+        bench.log.log.append(LOG, Batch(["t"], [b"first"]), received=[there])
+        inbound, told = Inbound(born="born"), asyncio.get_running_loop().create_future()
+        inbound.epoch = None  # type: ignore[assignment]
+        receiving = bench.ingest.receiving("c", inbound, 1)
+        assert inbound.marks[1] != there.mark
+        bench.ingest.publish_one("c", "t", b"first", 2, None, told.set_result, receiving)
+        assert await told
+        assert inbound.marks[1] == there.mark
 
     run(work)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from deliveries import S, away, offer, row_of, rows, sent, subscribed
+from deliveries import S, away, offer, packets, row_of, rows, sent, subscribed
 
 from holdfast.errors import RequestError
 from holdfast.groups.protocol.effects import StartReading
 from holdfast.groups.protocol.nouns import NO_POLICY, Loan, Mark, MemberId, Piece
 from holdfast.model import Batch
+from holdfast.mqtt.packets import V5
 from holdfast.sessions.positions import StreamOrigin
 from holdfast.sessions.rows import Rows
 from holdfast.sessions.session import Session
@@ -116,6 +117,37 @@ def test_what_was_lent_stays_also_if_the_client_goes_again_before_anybody_knows_
     back = away(away(session, HEADS), HEADS)
     assert in_flight(back) == [(2, 1, 2)]
     assert isinstance(back.window.get(2).origin, LentBefore)
+
+
+def test_a_loan_hears_that_its_returning_client_takes_its_message_no_more():
+    session = Session("me", 100)
+    feed = lent(session)
+    feed.stopped = True
+    feed.wait_for_client([1])
+    delivery, block = session.window.get(2), rows(0, ["t"] * 2, flags=[1, 2], payloads=[b"x" * 1000] * 2)
+    assert session.outgoing.repeat(2, delivery, (block, 1), V5, 500, 0.0, feed) == b"\x62\x02\x00\x02"
+    assert not feed.in_flight, "the loan is given back"
+    ((offset, least),) = feed.refused
+    assert offset == 1 and 1000 < least < 1020
+    assert not feed.take_news(), "nobody has had it"
+    assert feed in feed.news_to
+
+
+def test_a_loan_hears_that_what_its_client_waits_for_cannot_be_read_any_more():
+    session = Session("me", 100)
+    feed = lent(session)
+    feed.wait_for_client([1])
+    assert session.outgoing.repeat(2, session.window.get(2), None, V5, 500, 0.0, feed) == b"\x62\x02\x00\x02"
+    assert not feed.in_flight and not feed.refused and not feed.take_news() and feed in feed.news_to
+
+
+def test_what_was_lent_goes_out_again_under_the_options_of_its_own_subscription():
+    session = Session("me", 100)
+    feed = lent(session)
+    feed.subscription = Subscription("$share/g/#", 2, identifier=7)
+    block = rows(0, ["t"] * 2, flags=[1, 2])
+    (again,) = packets(session.outgoing.repeat(2, session.window.get(2), (block, 1), V5, 500, 0.0, feed))
+    assert again.dup and again.subscription_identifiers == (7,)
 
 
 @pytest.mark.parametrize("part", ["subscriptions", "cursors", "packets"])

@@ -15,7 +15,8 @@ from holdfast.errors import OutcomeUnknown, StoreError, StoreUnavailable
 from holdfast.model import LOG
 from holdfast.sessions.table import RowWrite, SessionRow, SessionTable, StoredWill, Verdict
 from holdfast.store import StoreOptions, open_store
-from holdfast.store.postgres.sessions import _UPDATE, PostgresSessionTable, _columns, _hashes, _values
+from holdfast.store.postgres.arrays import columns, hashes
+from holdfast.store.postgres.sessions import _UPDATE, PostgresSessionTable, _values
 from holdfast.store.postgres.store import PostgresStore
 from servers import PostgresServer
 
@@ -76,7 +77,7 @@ def test_rows_are_written_by_their_index_however_few_there_are(store: PostgresSt
     rows = [_values(save(row)) for row in table.read([f"c{n}" for n in range(100)]).values()]
     with store.database.read() as db:
         db.execute("analyze sessions")
-        given = [*_columns(rows), _hashes(row[0] for row in rows)]
+        given = [*columns(rows), hashes(row[0] for row in rows)]
         plan = str(db.execute(f"explain {_UPDATE}".replace("?", "%s").encode(), given).fetchall())
     assert "sessions_once" in plan and "Seq Scan" not in plan, plan
 

@@ -242,7 +242,7 @@ class Delivery:
         self.retained = retained
         self._settings = settings
         self.wall_ahead = 0.0
-        """The wall clock minus the machine's: what messages expire by. The host keeps it true."""
+        """The clock that messages expire by, minus the machine's. The host keeps it true."""
         self.heads = Heads()
         self.live: Trie[Outlet] = Trie()
         """Attached sessions by filter: what a commit is matched against."""

@@ -135,7 +135,26 @@ class Unsendable:
     reason: str
 
 
-Event = Online | Offline | Triggered | LookedUp | LookUpFailed | Committed | CommitFailed | Acked | Unsendable | Tick
+@dataclass(frozen=True, slots=True)
+class Resulted:
+    """The vehicle has said how it went before it has acknowledged it, which is stored: that was its end."""
+
+    finish: Finish
+
+
+Event = (
+    Online
+    | Offline
+    | Triggered
+    | LookedUp
+    | LookUpFailed
+    | Committed
+    | CommitFailed
+    | Acked
+    | Unsendable
+    | Resulted
+    | Tick
+)
 
 
 # -- effects ---------------------------------------------------------------------------------------------------
@@ -316,6 +335,8 @@ class Dispatcher:
                 self._acked(vin, place, reason, store_now, now)
             case Unsendable(vin, place, reason):
                 self._unsendable(vin, place, reason, now)
+            case Resulted(finish):
+                self._resulted(finish)
             case Tick():
                 self._tick(now)
         self._ask(now)
@@ -560,12 +581,14 @@ class Dispatcher:
             slot.flight, slot.campaign = seen, campaign
             self._return(slot, seen.attempts)  # and then it is looked at like any other
         elif vehicle.has(seen.sent) or seen.epoch == vehicle.epoch:
-            slot.flight = self._flight(seen, vehicle, seen.sent.packet_id, event.store_now)
+            packet_id, slot.dup = seen.sent.packet_id, True
+            if seen.epoch == vehicle.epoch:
+                # Either we have begun it ourselves and had no answer, so it is not sent; or a dispatcher before us has,
+                # who may have sent it on this very connection: then it is another packet.
+                ours = slot.tried is not None and slot.tried[:2] == (seen.place, seen.epoch)
+                packet_id, slot.dup = (packet_id, slot.tried[2]) if ours and slot.tried is not None else (0, False)
+            slot.flight = self._flight(seen, vehicle, packet_id, event.store_now)
             slot.campaign, slot.lost, slot.rest = campaign, False, True
-            tried = slot.tried
-            known = tried is not None and tried[:2] == (seen.place, vehicle.epoch)
-            # Without an answer it was not sent in this epoch; whoever began it, the session may have it from before.
-            slot.dup = tried[2] if tried is not None and known else vehicle.has(seen.sent)
             slot.tried = (seen.place, vehicle.epoch, slot.dup)
             self._move(slot, Step.BEGINNING)
             self._queue(slot, Adopt(seen, slot.flight))
@@ -643,7 +666,7 @@ class Dispatcher:
         self._move(slot, Step.RETURNING)
         slot.answered = None
         slot.awaits = slot.campaign is not None and slot.campaign.awaits_result
-        self._queue(slot, Return(seen, attempts, not_before, None if refused else seen.sent))
+        self._queue(slot, Return(seen, attempts, not_before, refused))
 
     def _returned(self, slot: Slot, change: Return, store_now: float, now: float) -> None:
         seen, answered = change.seen, slot.answered
@@ -707,6 +730,13 @@ class Dispatcher:
             return
         self._move(slot, Step.SETTLING)
         self._queue(slot, Finish(slot.flight, End.FAILED, reason))
+
+    def _resulted(self, finish: Finish) -> None:
+        slot = self._slots.get(finish.seen.vin)
+        flight = slot.flight if slot is not None and slot.step is Step.FLYING else None
+        if slot is not None and flight is not None and flight.place == finish.seen.place:
+            self._move(slot, Step.SETTLING)
+            self._queue(slot, finish._replace(seen=flight))  # which finds that it has ended
 
     # -- time ------------------------------------------------------------------------------------------------
 

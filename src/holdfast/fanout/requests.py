@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from holdfast.errors import RequestError
+from holdfast.errors import RequestError, Unprocessable
 from holdfast.fanout.nouns import Campaign, State
 from holdfast.fanout.table import NewBatch
 
@@ -107,24 +107,24 @@ def parse(payload: bytes, now: float, *, streamed: bool = False) -> Checked:
     try:
         request = _decoder.decode(payload)
     except msgspec.ValidationError as error:
-        raise RequestError(f"fan-out request: {error}") from error
+        raise Unprocessable(f"fan-out request: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise NotJson(f"a fan-out request is JSON; this is not: {error}") from error
     return check(request, now, digest=hashlib.sha256(payload).digest(), streamed=streamed)
 
 
 def check(request: Request, now: float, *, digest: bytes = b"", streamed: bool = False) -> Checked:
-    """RequestError: what is wrong with it, and which value that is."""
+    """Unprocessable: what is wrong with it, and which value that is."""
     check_request_id(request.request_id)
     if streamed and request.ids:
-        raise RequestError("ids are given twice: in the request and beside it")
+        raise Unprocessable("ids are given twice: in the request and beside it")
     ids = () if streamed else _ids(request.ids)
     data, sha1 = _data(request)
     options = request.campaign or CampaignOptions()
     if request.key is not None and not 0 < len(request.key.encode()) <= KEY_BYTES_MAX:
-        raise RequestError(f"key: expected up to {KEY_BYTES_MAX} bytes, got {request.key[:100]!r}")
+        raise Unprocessable(f"key: expected up to {KEY_BYTES_MAX} bytes, got {request.key[:100]!r}")
     if request.key is not None and "\0" in request.key:
-        raise RequestError(f"key {request.key[:100]!r} contains NUL")
+        raise Unprocessable(f"key {request.key[:100]!r} contains NUL")
     batch = NewBatch(
         request.request_id,
         sha1,
@@ -144,22 +144,22 @@ def check(request: Request, now: float, *, digest: bytes = b"", streamed: bool =
 
 def check_request_id(request_id: str) -> str:
     if _REQUEST_ID.fullmatch(request_id) is None or len(request_id.encode()) > REQUEST_ID_BYTES_MAX:
-        raise RequestError(f"request_id: expected task_<type>_<number>, got {request_id[:150]!r}")
+        raise Unprocessable(f"request_id: expected task_<type>_<number>, got {request_id[:150]!r}")
     return request_id
 
 
 def check_vin(vin: str) -> str:
     """One vehicle: a level of a topic."""
     if not vin:
-        raise RequestError("an id is empty")
+        raise Unprocessable("an id is empty")
     if (wrong := _NOT_IN_VIN.search(vin)) is not None:
-        raise RequestError(f"id {vin[:150]!r} contains {wrong[0]!r}")
+        raise Unprocessable(f"id {vin[:150]!r} contains {wrong[0]!r}")
     if len(vin) > VIN_BYTES_MAX or (not vin.isascii() and len(vin.encode("utf-8", "replace")) > VIN_BYTES_MAX):
-        raise RequestError(f"id {vin[:40]!r}… has more than {VIN_BYTES_MAX} bytes")
+        raise Unprocessable(f"id {vin[:40]!r}… has more than {VIN_BYTES_MAX} bytes")
     try:
         vin.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"id {vin[:150]!r} is not valid Unicode") from error
+        raise Unprocessable(f"id {vin[:150]!r} is not valid Unicode") from error
     return vin
 
 
@@ -172,20 +172,20 @@ def check_vins(vins: Iterable[str]) -> None:
 
 def _ids(ids: Sequence[str]) -> list[str]:
     if not ids:
-        raise RequestError("ids: expected at least one, got none")
+        raise Unprocessable("ids: expected at least one, got none")
     if len(ids) > IDS_MAX:
-        raise RequestError(f"ids: {len(ids)} in one request; it takes {IDS_MAX}, and more as a stream")
+        raise Unprocessable(f"ids: {len(ids)} in one request; it takes {IDS_MAX}, and more as a stream")
     check_vins(ids)
     ordered = sorted(ids)
     for one, other in pairwise(ordered):
         if one == other:
-            raise RequestError(f"id {one!r} is given twice")
+            raise Unprocessable(f"id {one!r} is given twice")
     return ordered
 
 
 def _data(request: Request) -> tuple[bytes | None, bytes]:
     if (request.data is None) == (request.data_sha1 is None):
-        raise RequestError("give data or data_sha1, one of them")
+        raise Unprocessable("give data or data_sha1, one of them")
     if request.data_sha1 is not None:
         return None, parse_sha1(request.data_sha1)
     assert request.data is not None
@@ -193,7 +193,7 @@ def _data(request: Request) -> tuple[bytes | None, bytes]:
         try:
             data = base64.b64decode(request.data, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise RequestError(f"data is not base64: {error}") from error
+            raise Unprocessable(f"data is not base64: {error}") from error
     else:
         data = request.data.encode("utf-8", "surrogatepass")
     return data, check_data(data)
@@ -202,7 +202,7 @@ def _data(request: Request) -> tuple[bytes | None, bytes]:
 def check_data(data: bytes) -> bytes:
     """Its SHA-1."""
     if len(data) > DATA_BYTES_MAX:
-        raise RequestError(f"data has {len(data)} bytes; it may have {DATA_BYTES_MAX}")
+        raise Unprocessable(f"data has {len(data)} bytes; it may have {DATA_BYTES_MAX}")
     return hashlib.sha1(data, usedforsecurity=False).digest()
 
 
@@ -212,7 +212,7 @@ def parse_sha1(text: str) -> bytes:
     except ValueError:
         sha1 = b""
     if len(sha1) != 20 or len(text) != 40:
-        raise RequestError(f"data_sha1: expected 40 hexadecimal digits, got {text[:100]!r}")
+        raise Unprocessable(f"data_sha1: expected 40 hexadecimal digits, got {text[:100]!r}")
     return sha1
 
 
@@ -225,9 +225,9 @@ def _expires(given: float | str | None, now: float) -> float:
     elif isfinite(given) and 0 < given <= EXPIRES_SECS_MAX:
         at = now + given
     else:
-        raise RequestError(f"expires: expected seconds above 0, up to ten years, got {given}")
+        raise Unprocessable(f"expires: expected seconds above 0, up to ten years, got {given}")
     if at <= now:
-        raise RequestError(f"expires: {given!r} is over already")
+        raise Unprocessable(f"expires: {given!r} is over already")
     return at
 
 
@@ -235,9 +235,9 @@ def parse_time(what: str, text: str) -> float:
     try:
         at = datetime.fromisoformat(text)
     except ValueError as error:
-        raise RequestError(f"{what}: expected a time like 2026-11-15T08:00:00Z, got {text[:100]!r}") from error
+        raise Unprocessable(f"{what}: expected a time like 2026-11-15T08:00:00Z, got {text[:100]!r}") from error
     if at.tzinfo is None:
-        raise RequestError(f"{what}: {text!r} has no time zone; end it with Z for UTC")
+        raise Unprocessable(f"{what}: {text!r} has no time zone; end it with Z for UTC")
     return at.timestamp()
 
 
@@ -245,7 +245,7 @@ def parse_daytime(text: str) -> int:
     """Seconds since midnight."""
     match = re.fullmatch(r"([01]\d|2[0-3]):([0-5]\d)|24:00", text)
     if match is None:
-        raise RequestError(f"windows: expected a time of the day like 22:30, got {text[:100]!r}")
+        raise Unprocessable(f"windows: expected a time of the day like 22:30, got {text[:100]!r}")
     hours, minutes = text.split(":")
     return int(hours) * 3600 + int(minutes) * 60
 
@@ -264,13 +264,13 @@ def first_state(options: CampaignOptions, resend: str, now: float) -> Campaign:
     """What a campaign that begins with these options is like. RequestError if they cannot be kept."""
     start = parse_time("start_at", options.start_at) if options.start_at is not None else now
     if options.end_at is not None and parse_time("end_at", options.end_at) <= max(start, now):
-        raise RequestError(f"end_at: {options.end_at!r} is over before it begins")
+        raise Unprocessable(f"end_at: {options.end_at!r} is over before it begins")
     for window in options.windows:
         if parse_daytime(window.begin) == parse_daytime(window.end):
-            raise RequestError(f"windows: from {window.begin} to {window.end} is no time at all")
+            raise Unprocessable(f"windows: from {window.begin} to {window.end} is no time at all")
     for wave in options.waves:
         if (wave.percent is None) == (wave.vehicles is None):
-            raise RequestError("waves: give percent or vehicles for each of them, one of the two")
+            raise Unprocessable("waves: give percent or vehicles for each of them, one of the two")
     # Whoever controls campaigns opens the ones that have to wait for something.
     held = bool(options.paused or start > now or options.windows or options.waves)
     return Campaign(

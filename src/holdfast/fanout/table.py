@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import inf
 from typing import NamedTuple, Protocol
 
-from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, Sent, State, Waiting
+from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, State, Waiting
 
 PART_IDS_MAX = 5_000
 """So many vehicles in one part; a batch has as many parts as it takes."""
@@ -129,8 +129,8 @@ class Return(NamedTuple):
     seen: InFlight
     attempts: int
     not_before: float = 0.0
-    sent: Sent | None = None
-    """As what the vehicle may still hold it; None: it is done with that attempt."""
+    refused: bool = False
+    """The vehicle is done with that attempt; otherwise it may hold it as it was sent, which is remembered."""
 
 
 class Await(NamedTuple):
@@ -288,7 +288,10 @@ class FanoutTable(Protocol):
         """How many VINs were asked for again."""
 
     def change_campaign(self, changed: Campaign, epoch: int | None = None) -> bool:
-        """Compare and set: it must be at `changed.version` - 1. `epoch`: and its changer must still be the keeper."""
+        """Compare and set: it must be at `changed.version` - 1. `epoch`: and its changer must still be the keeper.
+
+        It is closed only if no batch has come, and nothing was retried, since it was read.
+        """
 
     def parts_of(self, campaign: int, after: int, limit: int) -> list[Part]:
         """Its parts with greater numbers, in order, merged or not."""

@@ -49,6 +49,11 @@ class Template:
         self.head = text[: text.index(VIN)]
         """What every topic of it begins with."""
 
+    @property
+    def filter(self) -> str:
+        """Matches every topic of it."""
+        return "/".join("+" if level in (VIN, REQUEST) else level for level in self._levels)
+
     def topic(self, vin: str, request_id: str = "") -> str:
         return self.text.replace(VIN, vin).replace(REQUEST, request_id)
 

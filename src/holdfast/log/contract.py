@@ -98,14 +98,14 @@ class GenerationSealed(RequestError):
 class NotTaken(RequestError):
     """Nothing was stored, because of some of the QoS 2 publishes: those are to be left out."""
 
-    def __init__(self, fenced: Collection[ReceivedId], repeated: Collection[ReceivedId]):
+    def __init__(self, fenced: Collection[ReceivedId], repeated: Mapping[ReceivedId, int]):
         super().__init__(
             f"{len(fenced)} publishes are of sessions served elsewhere, {len(repeated)} are stored already"
         )
         self.fenced = frozenset(fenced)
         """Their sessions are not served under that epoch any more: whoever serves them is sent them again."""
-        self.repeated = frozenset(repeated)
-        """They are in the log, and were not released."""
+        self.repeated = dict(repeated)
+        """They are in the log, and were not released; each with the mark that it is stored under."""
 
 
 class Landed(NamedTuple):
@@ -240,7 +240,7 @@ def check_epochs(received: Iterable[ReceivedId], epochs: Mapping[str, int | None
     """NotTaken if a session is not served under the epoch that a publish of it was taken under."""
     fenced = [one for one in received if one.epoch is not None and epochs.get(one.client_id) != one.epoch]
     if fenced:
-        raise NotTaken(fenced, ())
+        raise NotTaken(fenced, {})
 
 
 def check_expected(expect: Mapping[int, int], shard: int, actual: int, log: str) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from holdfast.errors import CorruptBlock, RequestError, UnknownStream
 from holdfast.log import blocks, index, small
 from holdfast.log.cache import BlockCache
-from holdfast.log.clock import SteadyClock
+from holdfast.log.clock import SteadyClock, message_time
 from holdfast.log.contract import (
     Appended,
     AppendKey,
@@ -47,7 +47,6 @@ from holdfast.model import (
     Start,
     Stream,
     check_log_name,
-    now_micros,
 )
 from holdfast.restarts import Failure
 from holdfast.topics import TopicFilter, Wanted, check_topic, prefixes
@@ -84,7 +83,7 @@ class Log:
         *,
         manifest: Manifest | None = None,
         on_close: Callable[[], None],
-        clock: Callable[[], Micros] = now_micros,
+        clock: Callable[[], Micros] = message_time,
     ):
         self.backend = backend
         self.manifest = manifest

@@ -19,6 +19,7 @@ from holdfast.delivery.readers import Fetched, Reader, Request
 from holdfast.errors import HoldfastError, UnknownStream
 from holdfast.groups.shares import is_shared, parse_share
 from holdfast.log import Appended, Log
+from holdfast.log.clock import message_time
 from holdfast.log.history import History
 from holdfast.machine import TICK
 from holdfast.model import LOG, Batch, Stream
@@ -87,7 +88,7 @@ class DeliveryHost:
     def handle(self, event: dv.DeliveryEvent) -> None:
         self.look_at_clock()
         now = self._loop.time()
-        self.machine.wall_ahead = time.time() - now
+        self.machine.wall_ahead = message_time() / 1e6 - now
         for effect in self.machine.handle(event, now):
             self._perform(effect)
         if self.machine.deadline != self._armed:

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 from holdfast.errors import BrokenInvariant, HoldfastError
 from holdfast.fanout import dispatcher as fd
 from holdfast.fanout.nouns import Campaign, InFlight, Sent
-from holdfast.fanout.table import Adopt, Begin, Change, FanoutTable, Found, Verdict
+from holdfast.fanout.results import correlation_of
+from holdfast.fanout.table import Adopt, Begin, Change, FanoutTable, Finish, Found, Verdict
 from holdfast.fanout.vehicles import Template, Vehicle
 from holdfast.machine import TICK
 from holdfast.model import Batch
@@ -156,7 +157,7 @@ class FanoutHost:
         """When a vehicle's heartbeat last had something looked up."""
         self._held: list[tuple[fd.Publish, _Taken]] = []
         """What could not be sent because this node may serve nobody just now."""
-        self.sent = self.answered = self.unmatched = 0
+        self.sent = self.answered = 0
         """For the metrics."""
         self._closed = False
         self._settled: asyncio.Event | None = None
@@ -513,6 +514,10 @@ class FanoutHost:
         self.answered += 1
         self._give(vin, fd.Acked(vin, place, reason, self.now))
 
+    def resulted(self, finish: Finish) -> None:
+        """A vehicle has said how it went, before it has acknowledged it; that is stored."""
+        self._give(finish.seen.vin, fd.Resulted(finish))
+
     # -- for others ------------------------------------------------------------------------------------------
 
     async def ask(self, call: Callable[..., T], *given: Any) -> T:
@@ -537,11 +542,6 @@ class FanoutHost:
                 shard.timer.cancel()
         for pool in (self._reader, self._writer):
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def correlation_of(campaign: int, place: int) -> bytes:
-    """What a result must carry to belong to this delivery."""
-    return campaign.to_bytes(8, "big") + place.to_bytes(8, "big")
 
 
 def _number(vin: str) -> int:

@@ -73,7 +73,7 @@ class FanoutIntake:
         elif not self._enabled:
             answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, "fan-out is switched off on this node", end=True)
         elif retain:
-            answer(Reason.RETAIN_NOT_SUPPORTED, f"{topic} is not a topic that keeps anything", end=True)
+            answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, f"{topic} is not a topic that keeps anything", end=True)
         elif topic == REQUEST:
             self._loop.create_task(self._on_request(client, payload, answer))
         elif topic.startswith(DATA):
@@ -88,7 +88,7 @@ class FanoutIntake:
             await self._refuse(client, payload, error, answer)
         except HoldfastError as error:
             logger.error("a fan-out request of %s was not stored: %s", client.client_id, error)
-            answer(Reason.SERVER_BUSY, str(error), end=True)
+            answer(Reason.UNSPECIFIED_ERROR, str(error), end=True)
         else:
             self._refusals.pop(client.client_id, None)
             answer(Reason.SUCCESS, "")
@@ -99,7 +99,7 @@ class FanoutIntake:
         except RequestError as error:
             await self._refuse(client, payload, error, answer)
         except HoldfastError as error:
-            answer(Reason.SERVER_BUSY, str(error), end=True)
+            answer(Reason.UNSPECIFIED_ERROR, str(error), end=True)
         else:
             answer(Reason.SUCCESS, "")
 

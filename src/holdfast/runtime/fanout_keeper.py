@@ -262,7 +262,7 @@ class FanoutKeeper:
             orphans: list[InFlight] = await self._host.ask(self._orphans, after)
             if not orphans:
                 return
-            await self._commit([Return(one, one.attempts, 0.0, one.sent) for one in orphans])
+            await self._commit([Return(one, one.attempts) for one in orphans])
             self._host.trigger([one.vin for one in orphans])
             after = orphans[-1].vin
 

@@ -20,6 +20,7 @@ from holdfast.groups.protocol.nouns import NO_POLICY, GroupId, Key, Policy
 from holdfast.groups.record import GroupRecord, Order, in_batches, load_progress, stored
 from holdfast.keys import GROUPS, claim_key, is_record, record_key, skipped_key
 from holdfast.log import Log
+from holdfast.log.clock import message_time
 from holdfast.log.history import History
 from holdfast.metadata import Delete, Lease, LeaseEnded, Metadata, Put, VersionMismatch
 from holdfast.model import At, Beginning, Next, Since, Start, Stream
@@ -136,7 +137,7 @@ class GroupStore:
 
     def save(self, save: fx.Save) -> ev.Saved | ev.SaveFailed | ev.Deposed:
         """Fenced by the claim's version."""
-        puts, deletes = stored(save, time.time())
+        puts, deletes = stored(save, message_time() / 1e6)
         try:
             for batch in in_batches(puts, deletes, self.metadata.batch_max):
                 changes = [Delete(key) if value is None else Put(key, value) for key, value in batch]
@@ -228,7 +229,7 @@ class GroupStore:
                 idle=wanted.idle_seconds_max is not None,  # nobody has joined it yet: its time runs
                 idle_seconds_max=wanted.idle_seconds_max,
             )
-            if self.metadata.compare_and_set(record_key(group), None, record.to_json(time.time())) is not None:
+            if self.metadata.compare_and_set(record_key(group), None, record.to_json(message_time() / 1e6)) is not None:
                 return record, True
 
     def positions(self, start: Start, filter_text: str) -> tuple[dict[Stream, int], int]:

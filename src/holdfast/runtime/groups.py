@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from holdfast.delivery.outlet import Outlet
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StoreUnavailable
 from holdfast.groups.leading.leader import Leader
 from holdfast.groups.leading.registry import Registry
 from holdfast.groups.protocol import effects as fx
@@ -67,24 +67,31 @@ class GroupThreads:
         self._store = ThreadPoolExecutor(2, "holdfast-groups")
         self._streams = ThreadPoolExecutor(1, "holdfast-streams")
         self._bulk = ThreadPoolExecutor(2, "holdfast-bulk")
+        self._closed = False
 
     def lease(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
         """Opening and renewing the node's lease."""
-        return asyncio.get_running_loop().run_in_executor(self._lease, work, *given)
+        return self._run(self._lease, work, *given)
 
     def store(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
         """Claims, loads, saves, and the records of groups."""
-        return asyncio.get_running_loop().run_in_executor(self._store, work, *given)
+        return self._run(self._store, work, *given)
 
     def streams(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
         """Which streams there are. One thread for all: the news must not overtake each other."""
-        return asyncio.get_running_loop().run_in_executor(self._streams, work, *given)
+        return self._run(self._streams, work, *given)
 
     def bulk(self, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
         """Whatever may take long and is in nobody's way."""
-        return asyncio.get_running_loop().run_in_executor(self._bulk, work, *given)
+        return self._run(self._bulk, work, *given)
+
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
+        if self._closed:
+            raise StoreUnavailable("this node is stopping")
+        return asyncio.get_running_loop().run_in_executor(pool, work, *given)
 
     def close(self) -> None:
+        self._closed = True
         for pool in (self._lease, self._store, self._streams, self._bulk):
             pool.shutdown(cancel_futures=True)
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.log import Appended, Log
+from holdfast.log.clock import message_time
 from holdfast.log.contract import NotTaken, ReceivedId, Retained
-from holdfast.model import LOG, RETAIN, Batch, now_micros
+from holdfast.model import LOG, RETAIN, Batch
 from holdfast.mqtt.fastpath import Inbox
 from holdfast.mqtt.inbound import Inbound
 from holdfast.sessions.receiving import Receiving
@@ -255,7 +256,7 @@ class Ingest:
     def _write(self, batch: OpenBatch) -> None:
         if batch.full:
             self._on_loop(self._read_on, batch.full)
-        now = now_micros()
+        now = message_time()
         try:
             while True:
                 ids = [taken.receiving.id() for taken in batch.received]
@@ -384,7 +385,10 @@ def _leave_out(batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None
     for one, taken in zip(ids, batch.received, strict=True):
         if one in error.fenced:
             batch.after[taken.told] = partial(_refuse, batch.after[taken.told])
-        elif one not in error.repeated:
+        elif one in error.repeated:
+            known = partial(_known, taken.receiving, error.repeated[one])
+            batch.after[taken.told] = partial(known, batch.after[taken.told])
+        else:
             kept.append(taken)
             continue
         dropped.setdefault(taken.shard, set()).add(taken.row)
@@ -395,6 +399,12 @@ def _leave_out(batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None
     batch.received = [
         taken._replace(row=taken.row - sum(row < taken.row for row in dropped.get(taken.shard, ()))) for taken in kept
     ]
+
+
+def _known(receiving: Receiving, mark: int, done: Callable[[bool], None], stored: bool) -> None:
+    """It was stored before, and not by us: it is released under the mark that it has there."""
+    receiving.inbound.marks[receiving.packet_id] = mark
+    done(stored)
 
 
 def _refuse(done: Callable[[bool], None], stored: bool) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +23,7 @@ from holdfast.groups.protocol import events as ev
 from holdfast.groups.protocol import messages as m
 from holdfast.groups.protocol.nouns import GroupId, Loan
 from holdfast.groups.settings import MemberSettings
+from holdfast.log.clock import message_time
 from holdfast.machine import Address, Send
 from holdfast.model import Stream
 from holdfast.mqtt.connection import Say
@@ -306,8 +306,9 @@ class Memberships:
     # -- agents ------------------------------------------------------------------------------------------
 
     def _set_up(self, member: Membership) -> None:
-        # Higher than any before, on whatever node: sessions without expiry count from the start each time.
-        self._incarnation = max(self._incarnation + 1, time.time_ns() // 1000)
+        # Higher than any before, on whatever node: sessions without expiry count from the start each time. A clock
+        # that is set back for a while must not make a member older than it was: no leader would give it a seat.
+        self._incarnation = max(self._incarnation + 1, message_time())
         member.agent = Agent(
             member.session.client_id, self._incarnation, self._node_id, self._settings, member.outlet.packet_max
         )
@@ -429,7 +430,7 @@ class Memberships:
             found = await self._read_offsets(feed.stream, [delivery.offset for _, delivery in some])
             packets = [
                 session.outgoing.again(
-                    packet_id, delivery, *found[delivery.offset], connection.version, time.time(), feed
+                    packet_id, delivery, *found[delivery.offset], connection.version, message_time() / 1e6, feed
                 )
                 for packet_id, delivery in some
                 if delivery.offset in found and session.window.get(packet_id) is delivery

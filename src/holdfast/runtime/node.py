@@ -8,12 +8,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.auth.authenticator import Authenticator
 from holdfast.errors import HoldfastError
 from holdfast.fanout.nouns import DELIVERIES, Hint
-from holdfast.keys import NODES
+from holdfast.keys import NODES, PROBE
 from holdfast.log import Appended
 from holdfast.log.retention import RetentionSettings, maintain
 from holdfast.machine import Address
@@ -27,9 +27,11 @@ from holdfast.runtime.cursor_copies import CursorCopies
 from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.drain import DrainHost
 from holdfast.runtime.fanout import FanoutHost
+from holdfast.runtime.fanout_admin import FanoutAdmin
 from holdfast.runtime.fanout_intake import PREFIX as FANOUT
 from holdfast.runtime.fanout_intake import FanoutIntake
 from holdfast.runtime.fanout_keeper import FanoutKeeper
+from holdfast.runtime.fanout_results import FanoutResults
 from holdfast.runtime.front import Front, auth_options
 from holdfast.runtime.groups import GroupHost
 from holdfast.runtime.ingest import Ingest
@@ -53,12 +55,22 @@ logger = logging.getLogger("holdfast.node")
 TICK_SECONDS = 0.25
 COMMIT_SECONDS_MAX = 3.0
 """A node whose commits take longer should get no clients: theirs would hang like everybody's."""
+PROBE_AFTER_SECONDS, PROBE_EVERY_SECONDS = 2.0, 0.5
+"""If nobody publishes for so long after a commit has failed, the node tries by itself whether the store takes any."""
 
 PURGE_MAX = 500
 STOP_SECONDS = 10.0
 """How long a stop waits for sessions to be saved."""
 UPKEEP_RESTS = 4.0
 """Upkeep takes a fifth of the time, unless there is so much to do that it falls behind."""
+
+
+class FailedCommit(NamedTuple):
+    """The last commit of publishes that failed, when, and after how many that did not."""
+
+    reason: str
+    commits: int
+    at: float
 
 
 class Node:
@@ -74,6 +86,8 @@ class Node:
         self.auth = Authenticator(auth_options(settings.auth))
         self.ready = False
         self.failure: str | None = None
+        """Why the node ends."""
+        self._failed_commit: FailedCommit | None = None
         self.ended = asyncio.Event()
         """Set when the node cannot go on: whoever runs it should stop it."""
         self.finished = asyncio.Event()
@@ -151,6 +165,8 @@ class Node:
             self.fanout_intake.look_for_unmerged,
             self._tell_nodes,
         )
+        self.fanout_results = FanoutResults(self.fanout, self.fanout_keeper, self.log, self.metadata)
+        self.fanout_admin = FanoutAdmin(self.fanout, self.fanout_keeper, self.log, self.rows.table)
         self.groups.register("fanout", self.fanout_keeper.deliver)
         self.control.register(FANOUT, self.fanout_intake)
         if settings.metadata:
@@ -234,11 +250,14 @@ class Node:
         self.supervisor.run("sweep", self.sweep.run)
         if settings.fanout.enabled:
             await self.fanout_keeper.begin()
+            await self.fanout_results.begin()
             self.supervisor.run("fan-out's merge", self.fanout_intake.merge)
             self.supervisor.run("fan-out's follower", self.fanout_keeper.follow)
             self.supervisor.run("fan-out's keeper", self.fanout_keeper.keep)
+            self.supervisor.run("fan-out's results", self.fanout_results.follow)
         self.supervisor.run("bans", self.bans.run)
         self.supervisor.run("tick", self._tick)
+        self.supervisor.run("probe", self._look_at_store)
         self.supervisor.run("upkeep", self._upkeep)
         self.ready = True
 
@@ -261,7 +280,9 @@ class Node:
             return f"the store has not taken what was published for {waiting:.0f} s"
         if self.sessions.frozen:
             return "this node's lease is over: the store does not take its renewal"
-        return self.failure or self.supervisor.problem
+        if (failed := self._failed_commit) is not None and failed.commits == self.ingest.commits:
+            return failed.reason
+        return self.supervisor.problem
 
     async def stop(self) -> None:
         """A clean stop: clients are told, everything taken is durable, packet ids are remembered."""
@@ -273,6 +294,7 @@ class Node:
         for connection in list(self.front.sockets):
             connection.close(Reason.SERVER_SHUTTING_DOWN)
         await self.ingest.drained()
+        await self.supervisor.end("upkeep", "drain")  # which ask the groups
         await self.groups.stop()
         if not await self.sessions.stopped(STOP_SECONDS):
             logger.error("some sessions could not be saved: what they did last comes again")
@@ -308,9 +330,10 @@ class Node:
     def _committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> None:
         self.delivery.committed(appended, parts, now)
         self.fanout.heard(parts.values())
+        self.fanout_results.heard(list(parts.values()))
 
     def _commit_failed(self, error: Exception) -> None:
-        self.failure = str(error)
+        self._failed_commit = FailedCommit(str(error), self.ingest.commits, time.monotonic())
         self.metrics.failed.inc()
         self.delivery.doubt()
 
@@ -324,7 +347,10 @@ class Node:
     def _probe(self) -> None:
         """A lease that is elsewhere is renewed only if the store takes writes."""
         if self.settings.metadata:
-            self.store.metadata().put(f"{NODES}probe", b"")
+            self._write_something()
+
+    def _write_something(self) -> None:
+        self.store.metadata().put(PROBE, b"")
 
     def _filters_unused(self, filters: set[str]) -> None:
         self.delivery.filters_changed(dict.fromkeys(filters, 0), whole=False)
@@ -379,6 +405,21 @@ class Node:
             self.front.refresh_rights()
             await self._purge_retained()
 
+    async def _look_at_store(self) -> None:
+        """After a commit that failed nobody may publish for long, as nobody is sent to a node that is not well."""
+        while True:
+            await asyncio.sleep(PROBE_EVERY_SECONDS)
+            failed = self._failed_commit
+            if failed is None or time.monotonic() < failed.at + PROBE_AFTER_SECONDS:
+                continue
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, self._write_something)
+            except HoldfastError as error:
+                logger.info("the store takes no writes yet: %s", error)
+                continue
+            if self._failed_commit is failed:
+                self._failed_commit = None
+
     async def _purge_retained(self) -> None:
         """Retained messages that have expired, a few at a time; the store forgets those that nobody set anew."""
         gone = self.delivery.machine.retained.purge(self.log.steady() / 1e6, PURGE_MAX)
@@ -409,7 +450,6 @@ class Node:
                 if dropped:
                     await self.groups.streams_dropped({stream: before[stream] for stream in dropped}, led)
                 await self.group_admin.expire_idle()
-                self.failure = None
             except HoldfastError as error:
                 logger.warning("upkeep: %s", error)
 

@@ -27,6 +27,7 @@ from typing import Any, Protocol, cast
 from holdfast.errors import HoldfastError, PeerError, RequestError, StoreError, UnknownSession
 from holdfast.groups.protocol.nouns import GroupId
 from holdfast.groups.shares import parse_share
+from holdfast.log.clock import message_time
 from holdfast.log.contract import ReceivedId
 from holdfast.machine import TICK, Address, Send
 from holdfast.model import Stream
@@ -532,10 +533,11 @@ class Sessions:
             outlet = connection.outlet
             if connection.session is not session or outlet is None:
                 return
-            out, now = [], time.time()
+            out, now = [], message_time() / 1e6
             for packet_id, delivery in some:
+                feed = delivery.origin if isinstance(delivery.origin, LoanFeed) else None
                 packet = outgoing.repeat(
-                    packet_id, delivery, found.get(packet_id), connection.version, outlet.packet_max, now
+                    packet_id, delivery, found.get(packet_id), connection.version, outlet.packet_max, now, feed
                 )
                 if not packet:
                     continue
@@ -550,13 +552,14 @@ class Sessions:
         """By packet id: the rows a delivery is in, and where. A read per stream, not per message."""
         found: dict[int, tuple[Rows, int]] = {}
         wanted: dict[Stream, dict[int, int]] = {}
+        now = message_time() / 1e6
         for packet_id, delivery in flights:
             origin = delivery.origin
             if isinstance(origin, RetainedOrigin):
                 found[packet_id] = (origin.rows, delivery.offset)
             elif isinstance(origin, RetainedBefore):
-                if (now := self._delivery.machine.retained.one(origin.topic, origin.time, time.time())) is not None:
-                    found[packet_id] = (now, 0)
+                if (one := self._delivery.machine.retained.one(origin.topic, origin.time, now)) is not None:
+                    found[packet_id] = (one, 0)
             elif isinstance(origin, StreamOrigin | LoanFeed) and delivery.qos != RELEASED:
                 wanted.setdefault(origin.stream, {})[delivery.offset] = packet_id
         for stream, ids in wanted.items():

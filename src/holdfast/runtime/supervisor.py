@@ -6,6 +6,7 @@
     supervisor.look_after(lambda: log.failure)    something that is kept running elsewhere, and may be given up there
     supervisor.failures                           what is not running well just now, by name
     supervisor.problem                            the same in one line for /readyz, or None
+    await supervisor.end("upkeep")                ends this one, as what it needs is about to be stopped
     await supervisor.stop()                       ends the tasks; threads end by themselves, their owner tells them to
 
 A task that ends without an exception is done and is not started again. When a task that fails is started again, and
@@ -82,13 +83,20 @@ class Supervisor:
             self._ended = True
             self._give_up(str(failure))
 
-    async def stop(self) -> None:
-        """End every task. A thread that has not been told to return is left alone: it is a daemon."""
-        self._stopping = True
-        tasks = list(self._tasks.values())
+    def runs(self, name: str) -> bool:
+        return name in self._tasks
+
+    async def end(self, *names: str) -> None:
+        """End these tasks, before what they need is stopped."""
+        tasks = [self._tasks[name] for name in names if name in self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End every task. A thread that has not been told to return is left alone: it is a daemon."""
+        self._stopping = True
+        await self.end(*self._tasks)
 
     async def _keep(self, name: str, factory: Factory) -> None:
         restarts = Restarts()

@@ -42,6 +42,10 @@ class Feed(Origin, Protocol):
         """This one is larger than the client takes."""
         ...
 
+    def given_up(self, offset: int, packet_bytes: int) -> None:
+        """This one was sent and does not go out again: it is larger than the client takes by now, or (0) unreadable."""
+        ...
+
 
 class RetainedOrigin:
     """Retained messages on their way: they stand in no stream, so they are kept until they are acknowledged."""
@@ -302,18 +306,22 @@ class Outgoing:
         version: int,
         packet_max: int,
         now: float,
+        feed: Feed | None = None,
     ) -> bytes:
         """A delivery as it goes out to a client that is back; empty: it does not, and its id is free.
 
         What is larger than the client takes by now counts as sent, as MQTT says: it is passed over when it is read from
-        the log. A client that has half of a QoS 2 delivery would take another message under its id for the same one,
-        so it is told to release it.
+        the log; or it is somebody else's, if it was lent (`feed`). A client that has half of a QoS 2 delivery would
+        take another message under its id for the same one, so it is told to release it.
         """
+        packet = b""
         if found is not None or delivery.qos == RELEASED:
             rows, at = found or (None, 0)
-            packet = self.again(packet_id, delivery, rows, at, version, now)
+            packet = self.again(packet_id, delivery, rows, at, version, now, feed)
             if len(packet) <= packet_max:
                 return packet
+        if feed is not None:
+            feed.given_up(delivery.offset, len(packet))
         if delivery.qos == 1:
             self._window.drop(packet_id)
             return b""

@@ -157,6 +157,13 @@ class LoanFeed:
             self.halted = self.done.key != "message"
         self.news_to[self] = None
 
+    def given_up(self, offset: int, packet_bytes: int) -> None:
+        """The client is back and is not sent it again: nobody waits for its answer, and the loan may go back."""
+        self.in_flight.discard(offset)
+        self.news_to[self] = None
+        if packet_bytes:
+            self.unsendable(offset, packet_bytes)
+
     def settle_offset(self, offset: int) -> None:
         """Acknowledged, or never to be sent."""
         self.in_flight.discard(offset)

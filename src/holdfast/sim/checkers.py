@@ -239,6 +239,10 @@ class Truth:
 
     # --------------------------------------------------------------------------------------- leaders
 
+    def leads(self, node: str, others: tuple[str, ...], group: GroupId) -> None:
+        if others:
+            self.fail("a drained node leads nothing", f"{node} leads {group}, which it was to leave to {others}")
+
     def leader_says(self, group: GroupId, epoch: int, send: GroupSend) -> None:
         match send.message:
             case Grant(piece=piece, course=course, mark=mark, skip=skip, key=key):

@@ -42,11 +42,13 @@ from holdfast.groups.protocol.events import (
     LeaseRenewed,
     Loaded,
     LoadFailed,
+    Retreat,
     Saved,
     SaveFailed,
     StreamsSeen,
     Taken,
     Trusted,
+    Yield,
 )
 from holdfast.groups.protocol.messages import GroupMessage, ToBorrower
 from holdfast.groups.protocol.nouns import GroupId
@@ -217,6 +219,7 @@ class LeaderActor(Actor):
         )
         super().__init__(node, f"leader@{node.name}", leader)
         self.group, self.epoch = start.group, start.epoch
+        self.retreating = False
 
     def check(self, send: GroupSend) -> None:
         self.node.truth.leader_says(self.group, self.epoch, send)
@@ -294,6 +297,9 @@ class SimNode:
         self.up = True
         self.run = 0
         self.paused_until = -1.0
+        self.drained = False
+        self.yields_to: tuple[str, ...] = ()
+        """Which nodes it was last told to leave groups to."""
         self.leaders: dict[str, LeaderActor] = {}
         self.sessions: dict[str, SimSession] = {}
         self.batches: dict[str, SimBatch] = {}
@@ -328,6 +334,7 @@ class SimNode:
                     batch.on(message)
 
     def start_leader(self, start: StartLeader) -> None:
+        self.truth.leads(self.name, self.yields_to, start.group)
         actor = self.leaders[str(start.group)] = LeaderActor(self, start)
         actor.arm()
 
@@ -343,6 +350,15 @@ class SimNode:
         if self.leaders.get(str(actor.group)) is actor:
             del self.leaders[str(actor.group)]
             self.registry.on(LeaderRetired(actor.group, actor.epoch, clean))
+
+    def yield_to(self, others: tuple[str, ...], within_seconds: float) -> None:
+        """Leave groups to these nodes, from now on; a drained node is told again and again."""
+        self.yields_to = others
+        self.registry.on(Yield(others))
+        for leader in list(self.leaders.values()) if others else []:
+            if not leader.retreating:
+                leader.retreating = True
+                leader.on(Retreat(within_seconds))
 
     # -------------------------------------------------------------------------------------- the log
 
@@ -377,6 +393,7 @@ class SimNode:
         self.world.tell(self.name, "RESTART")
         self.up = True
         self.paused_until = -1.0
+        self.drained, self.yields_to = False, ()
         self.registry = self._new_registry()
 
     def pause(self, seconds: float) -> None:

@@ -75,6 +75,8 @@ class Workload:
         self.requests = 0
         self.published = 0
         self.publish_every = rng.choice([0.2, 0.4, 1.0])
+        self.within = rng.choice([0.5, 3.0])
+        """How long the leaders of a drained node have."""
 
     # ---------------------------------------------------------------------------------------- set up
 
@@ -106,17 +108,17 @@ class Workload:
     # --------------------------------------------------------------------------------------- people
 
     def do(self, what: str, who: Person | None) -> None:
-        if self.world.healing and what not in ("arrive", "repeat_ask"):
+        if self.world.healing and what not in ("arrive", "repeat_ask", "yield"):
             return
         getattr(self, f"do_{what}")(who)
 
     def do_arrive(self, person: Person | None) -> None:
         assert person is not None
-        nodes = [node for node in self.nodes() if node.up]
-        if not nodes or person.session or person.job:
+        up = [node for node in self.nodes() if node.up]
+        if not up or person.session or person.job:
             return
         rng = self.world.rng
-        node = rng.choice(nodes)
+        node = rng.choice([node for node in up if not node.drained] or up)
         person.incarnation += 1
         group = rng.choice(self.groups)
         self.world.tell(person.name, f"arrives at {node.name}")
@@ -315,6 +317,39 @@ class Workload:
             self.world.tell(leader.name, "is told to retreat")
             leader.on(Retreat(self.world.rng.choice([0.5, 3.0])))
 
+    def do_drain(self, _: Person | None) -> None:
+        """A node is to be emptied: groups first, then clients one by one. It stays so until it is started anew."""
+        nodes = [node for node in self.nodes() if node.up and not node.drained]
+        if len(nodes) > 1:
+            node = self.world.rng.choice(nodes)
+            self.world.tell(node.name, "is drained")
+            node.drained = True
+            self.do_yield(node)
+            if self.world.rng.random() < 0.5:
+                self.world.after(self.world.rng.uniform(1, 6), _Do(self), ("move", node))
+
+    def do_yield(self, node: SimNode) -> None:
+        """It looks who else is there, once a second."""
+        if node.drained and node.up:
+            if self.world.now >= node.paused_until and self.world.reaches_store(node.name):
+                others = (other.name for other in self.nodes() if other.up and not other.drained)
+                node.yield_to(tuple(name for name in others if name != node.name), self.within)
+            self.world.after(1.0, _Do(self), ("yield", node))
+
+    def do_move(self, node: SimNode) -> None:
+        """The next of its clients goes elsewhere; if there is none left, its node may be started anew."""
+        if not (node.drained and node.up):
+            return
+        rng = self.world.rng
+        left = [p for p in self.people for member in (p.session, p.job) if member is not None and member.node is node]
+        if left:
+            self.do_close(left[0])
+        elif rng.random() < 0.5:
+            node.crash()
+            self.world.after(rng.uniform(0.1, 3), _Do(self), ("node_restart", node))
+            return
+        self.world.after(rng.random(), _Do(self), ("move", node))
+
     def do_pause(self, _: Person | None) -> None:
         up = [node for node in self.nodes() if node.up and node.paused_until < self.world.now]
         if up:
@@ -351,6 +386,7 @@ _ACTIONS = [
     "resume_group",
     "delete",
     "retreat",
+    "drain",
 ]
 
 

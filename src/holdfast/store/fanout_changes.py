@@ -226,8 +226,7 @@ class _Decision:
         key = (row.vin, row.place)
         # Without waves a ticket means nothing.
         ticket = ticket_of(row.campaign, row.vin)
-        # The row knows the packet id; whoever asked for the flight did so before one was taken.
-        sent = None if change.sent is None else row.sent
+        sent = None if change.refused else row.sent
         back = WaitingRow(*key, row.campaign, ticket, change.attempts, change.not_before, sent)
         self._of.waiting[key] = self.moves.waiting[key] = back
         self.moves.count(row.campaign, IN_FLIGHT, WAITING)

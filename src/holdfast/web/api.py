@@ -25,8 +25,10 @@ from holdfast.errors import (
     RequestError,
     StoreError,
     UnknownBan,
+    UnknownCampaign,
     UnknownSession,
     UnknownStream,
+    Unprocessable,
 )
 from holdfast.groups.protocol import messages as messages_of_groups
 from holdfast.groups.protocol.nouns import GroupId, Key, Policy
@@ -41,6 +43,7 @@ from holdfast.sessions.session import Session
 from holdfast.sessions.stored import filters_of, restore
 from holdfast.sessions.table import SessionRow, check_client_ids
 from holdfast.topics import check_filter, check_topic
+from holdfast.web.fanout import STREAMED, fanout_router
 
 SESSIONS_PAGE = 10_000
 
@@ -129,10 +132,12 @@ def make_app(node: Node) -> FastAPI:
                 status = 403
             case TooLarge():
                 status = 413
-            case UnknownStream() | UnknownSession() | UnknownBan():
+            case UnknownStream() | UnknownSession() | UnknownBan() | UnknownCampaign():
                 status = 404
             case Conflict():
                 status = 409
+            case Unprocessable():
+                status = 422
             case RequestError():
                 status = 400
             case StoreError():
@@ -186,7 +191,7 @@ def make_app(node: Node) -> FastAPI:
                 f"a payload of {len(payload)} bytes; limits.packet_bytes_max is {node.settings.limits.packet_bytes_max}"
             )
         if not await node.publish(who.user or "http", topic, payload, message.qos, message.retain):
-            return JSONResponse({"error": f"not stored: {node.failure}"}, 503)
+            return JSONResponse({"error": f"not stored: {node.problem}"}, 503)
         return JSONResponse({"durable": True})
 
     @app.get("/api/v1/messages")
@@ -291,6 +296,7 @@ def make_app(node: Node) -> FastAPI:
     async def drain(_: Identity = reader) -> Response:
         return _json(_drain(node))
 
+    app.include_router(fanout_router(node, reader, publisher, admin))
     return app
 
 
@@ -301,7 +307,7 @@ class BodyLimit:
         self._app, self._bytes_max = app, bytes_max
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or _is_streamed(scope):
             await self._app(scope, receive, send)
             return
         taken = 0
@@ -319,6 +325,12 @@ class BodyLimit:
             await JSONResponse({"error": f"the body is larger than {self._bytes_max} bytes"}, 413)(scope, receive, send)
             return
         await self._app(scope, counted, send)
+
+
+def _is_streamed(scope: Any) -> bool:
+    """Ids of a fan-out, which are stored as they come and never held."""
+    kind = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return scope["path"] == "/api/v1/fanout" and kind.decode("latin-1") in STREAMED
 
 
 def _topic(text: str) -> str:

@@ -16,6 +16,9 @@ from node import Node
 from processes import wait_for
 
 EXPIRY = b"\x11" + struct.pack("!I", 300)
+ONCE = b"once" + bytes(range(97, 123)) * 20
+SMALL = b"\x27" + struct.pack("!I", 400)
+"""A maximum packet size that leaves room for everything but this."""
 REVOKE_SECONDS = float(QUICK["groups.revoke_secs"])
 
 
@@ -64,9 +67,9 @@ def dropped(lone: Node, name: str) -> Iterator[tuple[Worker, bytes, str]]:
         with Worker(lone, f"{name}-one") as one:
             one.join(share, clean=True)
             wait_for(lambda: members_of(lone, f"g:{name}/#") == {one.client_id}, 10, "it sits in its group")
-            httpx.post(f"{lone.http}/api/v1/publish", json={"topic": f"{name}/x", "payload": "once", "qos": 2})
+            httpx.post(f"{lone.http}/api/v1/publish", json={"topic": f"{name}/x", "payload": ONCE.decode(), "qos": 2})
             sent = one.message()
-            assert sent is not None and sent[0] == 0x34 and sent[2] == b"once"
+            assert sent is not None and sent[0] == 0x34 and sent[2] == ONCE
             other.join(share, clean=True)
         yield other, sent[1], share
 
@@ -88,7 +91,7 @@ def test_if_it_does_not_come_back_in_time_it_is_handed_on(dropped: tuple[Worker,
     other, _, _ = dropped
     begun = time.monotonic()
     found = other.message(seconds=REVOKE_SECONDS + 10)
-    assert found is not None and found[2] == b"once"
+    assert found is not None and found[2] == ONCE
     assert time.monotonic() - begun > 0.5 * REVOKE_SECONDS
     other.finish(found[1])
 
@@ -99,5 +102,19 @@ def test_a_session_that_ends_holds_nothing(lone: Node, name: str, dropped: tuple
         one.connect(one.client_id, clean=True)
         begun = time.monotonic()
         found = other.message(seconds=REVOKE_SECONDS + 5)
-        assert found is not None and found[2] == b"once"
+        assert found is not None and found[2] == ONCE
         assert time.monotonic() - begun < REVOKE_SECONDS, "nobody will come back for it"
+
+
+def test_what_its_returning_client_takes_no_more_is_handed_on_at_once(
+    lone: Node, name: str, dropped: tuple[Worker, bytes, str]
+) -> None:
+    other, packet_id, _ = dropped
+    with Worker(lone, f"{name}-one") as one:
+        begun = time.monotonic()
+        assert one.connect(one.client_id, clean=False, properties=EXPIRY + SMALL)[0], "the session is there"
+        assert one.read() == (0x62, packet_id), "it is told to forget what it may have of it"
+        found = other.message(seconds=REVOKE_SECONDS + 5)
+        assert found is not None and found[2] == ONCE
+        assert time.monotonic() - begun < 0.8 * REVOKE_SECONDS, "nobody waits for an answer to what was not sent"
+        other.finish(found[1])

@@ -203,6 +203,7 @@ class SimNode:
             self.close(link)
             return
         link.epoch = epoch
+        link.unanswered.clear()  # the keeper may have taken it back
         self._resumed(link)
 
     def _still_ours(self, client_id: str, epoch: int) -> int | None:
@@ -279,10 +280,13 @@ class SimNode:
         self.spawn(self._result(link.vehicle.vin, place, good))
 
     def _result(self, vin: str, place: int, good: bool) -> Work:
-        for one in (yield self.way.read(self.table.awaiting, vin)):
-            if one.place == place:
-                end = Finish(one, End.ACKED) if good else Finish(one, End.FAILED, "result: failed")
-                yield self.way.write(self.table.commit, [end])
+        flight, _, awaiting = yield self.way.read(self.table.vehicle, vin)
+        mine = next((one for one in [*awaiting, flight] if one is not None and one.place == place), None)
+        if mine is None:
+            return
+        finish = Finish(mine, End.ACKED) if good else Finish(mine, End.FAILED, "result: failed")
+        if (yield self.way.write(self.table.commit, [finish]))[0] is Verdict.DONE and mine is flight:
+            self._give(vin, fd.Resulted(finish))
 
     # -- vehicles, as in runtime/fanout.py -----------------------------------------------------------------
 
@@ -477,6 +481,9 @@ class SimNode:
         vehicle, flight = effect.vehicle, effect.flight
         link = self.links.get(vehicle.client_id)
         if link is None or link.window is not taken.window:
+            return
+        if link.epoch != flight.epoch:  # while it was held: its dispatcher has taken it back
+            taken.window.drop(taken.packet_id)
             return
         if self.frozen:
             if not self._held:
@@ -725,7 +732,7 @@ class SimNode:
     def _take_back(self) -> Work:
         after = ""
         while orphans := (yield self.way.read(self._orphans, after)):
-            yield self.way.write(self.table.commit, [Return(one, one.attempts, 0.0, one.sent) for one in orphans])
+            yield self.way.write(self.table.commit, [Return(one, one.attempts) for one in orphans])
             self.trigger([one.vin for one in orphans])
             after = orphans[-1].vin
 

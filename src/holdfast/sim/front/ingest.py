@@ -120,10 +120,12 @@ class SimIngest:
         return placed
 
     def _leave_out(self, batch: OpenBatch, ids: list[ReceivedId], error: NotTaken) -> None:
-        unwanted = error.fenced | error.repeated
-        for one, (_, told) in zip(ids, batch.received, strict=True):
+        unwanted = error.fenced | error.repeated.keys()
+        for one, (receiving, told) in zip(ids, batch.received, strict=True):
             if one in error.fenced:
                 batch.after[told] = partial(_refuse, batch.after[told])
+            elif one in error.repeated:
+                receiving.inbound.marks[receiving.packet_id] = error.repeated[one]
         marks = {one.mark for one in unwanted}
         batch.rows = [row for row in batch.rows if row.number not in marks]
         batch.received = [taken for one, taken in zip(ids, batch.received, strict=True) if one not in unwanted]

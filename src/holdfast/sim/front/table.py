@@ -104,8 +104,9 @@ class SimTable:
     def not_taken(self, received: Sequence[ReceivedId]) -> NotTaken | None:
         """Why these cannot be stored."""
         fenced = [one for one in received if self.rows[one.client_id].epoch != one.epoch]
-        repeated = [one for one in received if one[1:3] in self._received.get(one.client_id, {})]
-        return NotTaken(fenced, () if fenced else repeated) if fenced or repeated else None
+        stored = {one: self._received.get(one.client_id, {}).get(one[1:3]) for one in received}
+        repeated = {one: mark for one, mark in stored.items() if mark is not None}
+        return NotTaken(fenced, {} if fenced else repeated) if fenced or repeated else None
 
     def received(self, client_ids: Collection[str]) -> dict[str, dict[int, int]]:
         found = {}

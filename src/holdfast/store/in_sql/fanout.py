@@ -133,6 +133,8 @@ class SqlFanoutTable(ABC):
 
     shared = ""
     """Ends a select from campaigns `c` that keeps others from changing them until the commit."""
+    kept = ""
+    """Ends a select of the keeper: nobody else becomes it until the commit."""
     unless_locked = ""
     """Ends a select that passes over rows which somebody else is about to change."""
     slot = 0
@@ -236,18 +238,11 @@ class SqlFanoutTable(ABC):
     def _known(self, db: Transaction, prepared: Sequence[PreparedBatch]) -> Known:
         batches = [one.batch for one in prepared]
         uploads = sorted({(batch.upload,) for batch in batches if batch.upload is not None})
-        parts = sum(len(one.parts) for one in prepared)
-        if uploads:
-            parts += len(self._get(db, "ids", "fanout_staged", ("upload",), uploads))
         # Whoever has these commits before the next one gets any: numbers become visible in order.
-        sql = """
-            update fanout_counters set seq = seq + ?, part = part + ?, campaign = campaign + ?, merged = merged + ?
-            returning seq, part, campaign, merged
-        """
-        seq, part, campaign, merged = db.run(sql, len(batches), parts, len(batches), parts)[0]
+        sql = f"select seq, part, campaign, merged from fanout_counters{self._database.dialect.locked}"
+        counters = db.run(sql)[0]
         known = Known(self._now(db))
-        known.seq, known.part, known.campaign = seq - len(batches), part - parts, campaign - len(batches)
-        known.merged = merged - parts
+        known.seq, known.part, known.campaign, known.merged = counters
         for upload in uploads:
             rows = self._get(db, "ids, count", "fanout_staged", ("upload",), [upload])
             known.staged[upload[0]] = sorted((ids, count) for ids, count in rows)
@@ -268,7 +263,9 @@ class SqlFanoutTable(ABC):
         return known
 
     def _take_in(self, db: Transaction, made: Plan) -> None:
-        now = made.known.now
+        known, now = made.known, made.known.now
+        sql = "update fanout_counters set seq = ?, part = ?, campaign = ?, merged = ?"
+        db.run(sql, known.seq, known.part, known.campaign, known.merged)
         if made.begun:
             marks = ", ".join("?" * len(CAMPAIGN_COLUMNS))
             rows = [_campaign_values(campaign) for campaign in made.begun.values()]
@@ -550,18 +547,19 @@ class SqlFanoutTable(ABC):
         values = dict(zip(CAMPAIGN_COLUMNS, _campaign_values(changed), strict=True))
         now = self._database.dialect.now
         closed = f", closed_at = coalesce(closed_at, {now})" if changed.state is State.CLOSED else ""
-        sql = f"update fanout_campaigns set version = ?, {sets}{closed} where id = ? and version = ? returning 1"
+        # What has come since it was looked at would be closed in; the version does not change with every batch.
+        as_seen = " and batch_at = ?" if changed.state is State.CLOSED else ""
+        when = (changed.batch_at,) if changed.state is State.CLOSED else ()
+        where = f"where id = ? and version = ?{as_seen}"
+        sql = f"update fanout_campaigns set version = ?, {sets}{closed} {where} returning 1"
 
         def work(db: Transaction) -> bool:
-            if epoch is not None and db.run(f"select epoch from fanout_keeper{self._kept}")[0][0] != epoch:
+            if epoch is not None and db.run(f"select epoch from fanout_keeper{self.kept}")[0][0] != epoch:
                 return False
             given = [values[name] for name in CHANGED]
-            return bool(db.run(sql, changed.version, *given, changed.id, changed.version - 1))
+            return bool(db.run(sql, changed.version, *given, changed.id, changed.version - 1, *when))
 
         return self._database.change(work)
-
-    _kept = ""
-    """Ends a select of the keeper: nobody else becomes it until the commit."""
 
     def parts_of(self, campaign: int, after: int, limit: int) -> list[Part]:
         sql = f"{_PART} where p.campaign = ? and p.number > ? order by p.number limit ?"
@@ -640,6 +638,7 @@ class SqlFanoutTable(ABC):
                 moves.waiting[row.vin, place] = WaitingRow(row.vin, place, campaign, ticket)
                 moves.count(campaign, PLACE_OF_END[row.end], WAITING)
         self._delete(db, "fanout_ended", ("campaign", "vin"), [(campaign, row.vin) for row in rows])
+        db.run("update fanout_campaigns set batch_at = ? where id = ?", moves.now, campaign)
         return sorted(row.vin for row in rows), self._make(db, moves)
 
     # -- one keeper ------------------------------------------------------------------------------------------

@@ -234,7 +234,12 @@ class MemoryFanoutTable:
             state = self._state
             parts = [state.parts[number] for number in step.parts if number in state.parts]
             run = state.run if state.run[0] else (step.parts, "")
-            if run != (step.parts, step.after) or len(parts) < len(step.parts) or any(part.merged for part in parts):
+            if (
+                not parts
+                or run != (step.parts, step.after)
+                or len(parts) < len(step.parts)
+                or any(part.merged for part in parts)
+            ):
                 return None
             moves = Moves(self.now())
             merged = {part.number: self._merged_part(part) for part in parts}
@@ -435,6 +440,8 @@ class MemoryFanoutTable:
             if seen is None or seen.version != changed.version - 1 or epoch not in (None, state.keeper[1]):
                 return False
             if changed.state is State.CLOSED:
+                if seen.batch_at != changed.batch_at:
+                    return False
                 state.closed_at.setdefault(changed.id, self.now())
             state.campaigns[changed.id] = msgspec.structs.replace(
                 changed,
@@ -505,6 +512,8 @@ class MemoryFanoutTable:
                     moves.waiting[row.vin, place] = WaitingRow(row.vin, place, campaign, ticket)
                     moves.count(campaign, PLACE_OF_END[row.end], WAITING)
             self._apply(moves)
+            if rows:
+                state.campaigns[campaign] = msgspec.structs.replace(found, batch_at=now)
             return sorted(row.vin for row in rows)
 
     def _part(self, part: PartRow) -> Part:

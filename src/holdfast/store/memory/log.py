@@ -118,7 +118,8 @@ class MemoryLog:
                 if sequence >= key.sequence:
                     return (placed if sequence == key.sequence else []), True
             check_epochs(received, {one.client_id: self.epoch_of(one.client_id) for one in received})
-            repeated = [one for one in received if one[1:3] in self.received.get(one.client_id, ())]
+            stored = {one: self.received.get(one.client_id, {}).get(one[1:3]) for one in received}
+            repeated = {one: mark for one, mark in stored.items() if mark is not None}
             streams = [self._streams.get(Stream(log, block.shard, generation)) for block in blocks]
             for block, stream in zip(blocks, streams, strict=True):
                 if stream is None or stream.sealed:

@@ -6,13 +6,13 @@ that of their numbers; so who follows the filters goes on from the oldest one th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 from holdfast.log.contract import ReceivedId
 from holdfast.sessions.table import FilterCounts, RowWrite, SessionRow
 from holdfast.store.in_sql.database import Db, Row
 from holdfast.store.in_sql.sessions import ALL, COLUMNS, SEEN, Seen, SqlSessionTable, values_of
+from holdfast.store.postgres.arrays import columns, hashes
 
 TYPES = (
     *("text", "bigint", "bigint", "text", "bigint", "text", "text", "bigint", "float8", "bytea", "float8"),
@@ -83,7 +83,7 @@ class PostgresSessionTable(SqlSessionTable):
         return self._rows(sql, lease, after, after, limit)
 
     def _find(self, column: str, texts: Iterable[str]) -> tuple[str, object]:
-        return _among(column), _hashes(texts)
+        return _among(column), hashes(texts)
 
     def _lock(self, db: Db, client_ids: Sequence[str]) -> dict[str, Seen]:
         where, given = self._find("client_id", client_ids)
@@ -95,15 +95,15 @@ class PostgresSessionTable(SqlSessionTable):
         updates = [write for write in fit if write.row.client_id in seen]
         epochs: dict[str, int] = {}
         if inserts:
-            epochs.update(db.run(_INSERT, *_columns(map(_values, inserts))))
+            epochs.update(db.run(_INSERT, *columns(map(_values, inserts))))
         if updates:
-            known_by = _hashes(write.row.client_id for write in updates)
-            epochs.update(db.run(_UPDATE, *_columns(map(_values, updates)), known_by))
+            known_by = hashes(write.row.client_id for write in updates)
+            epochs.update(db.run(_UPDATE, *columns(map(_values, updates)), known_by))
         return epochs
 
     def _count_filters(self, db: Db, deltas: Sequence[tuple[str, int]]) -> None:
         sql = _COUNT.format(now=self._database.dialect.now)
-        db.run(sql, *_columns(deltas))
+        db.run(sql, *columns(deltas))
 
     def filters_since(self, version: int) -> FilterCounts:
         rows = self._database.ask(lambda db: db.run(f"{_SINCE} and f.version < h.next" if version else _SINCE, version))
@@ -137,8 +137,8 @@ class PostgresSessionTable(SqlSessionTable):
             f"""delete from session_received r using unnest(?::text[], ?::text[]) as e (client_id, born)
                 where {_among("r.client_id")} and {_same("r.client_id", "e.client_id")}
                 and r.born is distinct from e.born""",
-            *_columns(ended),
-            _hashes(client_id for client_id, _ in ended),
+            *columns(ended),
+            hashes(client_id for client_id, _ in ended),
         )
 
     def _release(self, db: Db, received: Sequence[ReceivedId]) -> None:
@@ -147,35 +147,10 @@ class PostgresSessionTable(SqlSessionTable):
                 using unnest(?::text[], ?::text[], ?::integer[], ?::bigint[]) as e (client_id, born, packet_id, mark)
                 where {_among("r.client_id")} and {_same("r.client_id", "e.client_id")}
                 and r.born = e.born and r.packet_id = e.packet_id and r.mark = e.mark""",
-            *_columns(one[:4] for one in received),
-            _hashes({one.client_id for one in received}),
+            *columns(one[:4] for one in received),
+            hashes({one.client_id for one in received}),
         )
 
 
 def _values(write: RowWrite) -> Row:
     return values_of(write.row, write.row.epoch, 0 if write.take else write.row.seq)
-
-
-def _hashes(names: Iterable[str]) -> str:
-    return _array(hashlib.md5(name.encode(), usedforsecurity=False).hexdigest() for name in names)
-
-
-def _columns(rows: Iterable[Row]) -> list[str]:
-    return [_array(column) for column in zip(*rows, strict=True)]
-
-
-def _array(values: Iterable[object]) -> str:
-    """As PostgreSQL reads it: the driver's own way takes three times as long."""
-    return f"{{{','.join(map(_element, values))}}}"
-
-
-def _element(value: object) -> str:
-    match value:
-        case None:
-            return "NULL"
-        case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        case bytes():
-            return f'"\\\\x{value.hex()}"'
-        case _:
-            return str(value)

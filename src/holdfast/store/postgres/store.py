@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.fanout.table import FanoutTable
 from holdfast.log.log import Log
 from holdfast.log.manifest import Manifest
 from holdfast.log.staging import Staging
@@ -11,6 +12,7 @@ from holdfast.store.contract import Bus
 from holdfast.store.in_sql.manifest import SqlManifest
 from holdfast.store.postgres.bus import PostgresBus
 from holdfast.store.postgres.database import PostgresDatabase
+from holdfast.store.postgres.fanout import PostgresFanoutTable
 from holdfast.store.postgres.log import PostgresLog
 from holdfast.store.postgres.metadata import PostgresMetadata
 from holdfast.store.postgres.sessions import PostgresSessionTable
@@ -32,6 +34,7 @@ class PostgresStore:
         self._metadata = PostgresMetadata(self.database, self.close, notifications=notifications)
         self._limited = self.database.limited(STATEMENT_SECONDS_MAX)
         self._sessions = PostgresSessionTable(self._limited, self._log)
+        self._fanout = PostgresFanoutTable(self._limited, self._log)
         self._closed = False
 
     def log(self) -> Log:
@@ -42,6 +45,9 @@ class PostgresStore:
 
     def sessions(self) -> SessionTable:
         return self._sessions
+
+    def fanout(self) -> FanoutTable:
+        return self._fanout
 
     def staging(self) -> Staging:
         return PostgresStaging(self.database)

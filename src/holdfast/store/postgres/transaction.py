@@ -61,6 +61,7 @@ _RECEIVED = """
     insert into session_received select * from unnest(%s::text[], %s::text[], %s::integer[], %s::bigint[])
     on conflict do nothing returning client_id, born, packet_id
 """
+_MARKS = "select client_id, born, packet_id, mark from session_received where client_id = any(%s)"
 
 
 class PostgresDialect:
@@ -156,7 +157,10 @@ class PostgresTransaction:
             db.execute("select pg_notify(%s, %s)", (LOG_CHANNEL, f"{self._instance} {log}"))
         if stored is not None and stored.rowcount < len(received):
             new = set(stored.fetchall())
-            raise NotTaken((), [one for one in received if one[:3] not in new])
+            repeated = [one for one in received if one[:3] not in new]
+            marks = {row[:3]: row[3] for row in db.execute(_MARKS, ([one.client_id for one in repeated],))}
+            # One that is gone by now was released meanwhile: under whichever mark, there is nothing to release.
+            raise NotTaken((), {one: marks.get(one[:3], one.mark) for one in repeated})
         return landed, False
 
 

@@ -23,6 +23,7 @@ from holdfast.model import Micros
 from holdfast.store.in_sql.database import Row, Rows
 
 _RECEIVED = "insert or ignore into session_received values (?, ?, ?, ?)"
+_MARK = "select mark from session_received where client_id = ? and born = ? and packet_id = ?"
 
 
 class SqliteDialect:
@@ -99,7 +100,7 @@ class SqliteTransaction:
                 db.execute("insert into retained values (?, ?, ?, ?, ?, ?, ?)", (log, *last))
         repeated = [one for one in received if not db.execute(_RECEIVED, one[:4]).rowcount]
         if repeated:
-            raise NotTaken((), repeated)
+            raise NotTaken((), {one: db.execute(_MARK, one[:3]).fetchone()[0] for one in repeated})
         if key is not None:
             db.execute(
                 "insert into writers values (?, ?, ?, ?) on conflict (writer) do update set"

@@ -1,0 +1,150 @@
+"""Fan-out in PostgreSQL: rows are locked in the order of their keys, then written in one statement per kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from holdfast.fanout.table import Found
+from holdfast.jitter import chance
+from holdfast.log.log import Log
+from holdfast.store.fanout_changes import FlightRow, WaitingRow, in_flight_of
+from holdfast.store.in_sql.database import Database, Db, Row, Rows
+from holdfast.store.in_sql.fanout import (
+    FLIGHT,
+    FLIGHT_COLUMNS,
+    MAY_BE_SENT,
+    OF_BATCH,
+    WAITING_COLUMNS,
+    WAITS,
+    Raced,
+    SqlFanoutTable,
+    waiting_from,
+)
+from holdfast.store.postgres.arrays import array, columns, hashes
+
+SLOTS = 16
+
+_TEXTS = ("vin", "upload", "key", "request_id", "node", "resend", "reason")
+_REALS = ("expires", "not_before", "sent_at", "acked_at", "until", "added_at", "ended_at")
+_OTHERS = {"sha1": "bytea", "sent": "bytea", "merged": "boolean", '"end"': "smallint"}
+KINDS = {**dict.fromkeys(_TEXTS, "text"), **dict.fromkeys(_REALS, "float8"), **_OTHERS}
+"""Of columns; all others are numbers."""
+
+ENDED = ("campaign", "vin", "place", '"end"', "reason", "ended_at")
+_WAITING = ", ".join(f"w.{column}" for column in WAITING_COLUMNS)
+_FLIGHTS = f"select {FLIGHT} from fanout_in_flight where vin = any(?::text[])"
+_FIRST = f"""
+    select first.* from unnest(?::text[]) as v (vin) cross join lateral (
+        select {WAITS} from fanout_waiting w join fanout_campaigns c on c.id = w.campaign {OF_BATCH}
+        where w.vin = v.vin and {MAY_BE_SENT} order by w.place limit ?
+    ) first order by first.vin, first.place
+"""
+
+# targets: in one statement, so that a delivery that moves meanwhile is seen where it was or where it is
+_TARGETS = """
+    select t.vin, t.campaign from fanout_waiting t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
+    union all
+    select t.vin, t.campaign from fanout_in_flight t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
+    union all
+    select t.vin, t.campaign from fanout_awaiting t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
+    union all
+    select t.vin, t.campaign from fanout_ended t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
+"""
+_EARLIER = f"""
+    select {_WAITING} from fanout_waiting w where w.vin = any(?::text[]) and w.campaign = any(?::bigint[])
+    order by w.vin, w.place for update
+"""
+_EPOCHS = """
+    select client_id, epoch from sessions where md5(client_id)::uuid = any(?::uuid[]) and not dead
+    order by client_id for share
+"""
+
+
+class PostgresFanoutTable(SqlFanoutTable):
+    shared = " for share of c"
+    kept = " for share"
+    unless_locked = " for update skip locked"
+
+    def __init__(self, database: Database, log: Log):
+        super().__init__(database, log)
+        self.slot = chance.randrange(SLOTS)
+
+    def look_up(self, vins: Collection[str], limit: int) -> dict[str, Found]:
+        given = array(vins)
+        flights, waits = self._database.ask(lambda db: (db.run(_FLIGHTS, given), db.run(_FIRST, given, limit + 1)))
+        found = {row[0]: Found(in_flight_of(FlightRow(*row)), [], False) for row in flights}
+        for row in waits:
+            one = found.setdefault(row[0], Found(None, [], False))
+            if len(one.waiting) < limit:
+                one.waiting.append(waiting_from(row))
+            else:
+                found[row[0]] = one._replace(more=True)
+        return found
+
+    def _there(
+        self, db: Db, vins: Sequence[str], campaigns: Sequence[int], earlier: Sequence[int]
+    ) -> tuple[set[tuple[str, int]], dict[str, list[WaitingRow]]]:
+        given = array(vins)
+        targets = set(db.run(_TARGETS, *[given, array(campaigns)] * 4)) if campaigns else set()
+        waiting: dict[str, list[WaitingRow]] = {}
+        for row in db.run(_EARLIER, given, array(earlier)) if earlier else ():
+            waiting.setdefault(row[0], []).append(WaitingRow(*row))
+        return targets, waiting
+
+    def _ints(self, column: str, values: Iterable[int]) -> tuple[str, object]:
+        return f"{column} = any(?::bigint[])", array(values)
+
+    def _get(
+        self,
+        db: Db,
+        columns_: str,
+        table: str,
+        by: Sequence[str],
+        keys: Sequence[Row],
+        *,
+        also: str = "true",
+        locked: bool = False,
+    ) -> Rows:
+        if not keys:
+            return []
+        given, on = _given(by)
+        order = ", ".join(f"t.{column}" for column in by)
+        lock = f" order by {order} for update of t" if locked else ""
+        sql = f"select {columns_} from {given} join {table} t on {on} where {also}{lock}"
+        return db.run(sql, *columns(keys))
+
+    def _insert(self, db: Db, table: str, into: Sequence[str], rows: Sequence[Row]) -> None:
+        self._insert_all(db, table, into, rows, "")
+
+    def _insert_all(self, db: Db, table: str, into: Sequence[str], rows: Sequence[Row], otherwise: str) -> Rows:
+        if not rows:
+            return []
+        given, _ = _given(into)
+        return db.run(f"insert into {table} ({', '.join(into)}) select * from {given} {otherwise}", *columns(rows))
+
+    def _delete(self, db: Db, table: str, by: Sequence[str], keys: Sequence[Row]) -> None:
+        if keys:
+            given, on = _given(by)
+            db.run(f"delete from {table} t using {given} where {on}", *columns(keys))
+
+    def _insert_waiting(self, db: Db, rows: Sequence[WaitingRow]) -> None:
+        self._insert(db, "fanout_waiting", WAITING_COLUMNS, rows)
+
+    def _insert_flights(self, db: Db, rows: Sequence[FlightRow]) -> None:
+        new = self._insert_all(db, "fanout_in_flight", FLIGHT_COLUMNS, rows, "on conflict do nothing returning 1")
+        if len(new) < len(rows):
+            raise Raced
+
+    def _insert_ended(self, db: Db, rows: Sequence[Row]) -> None:
+        changes = ", ".join(f"{column} = excluded.{column}" for column in ENDED[2:])
+        self._insert_all(db, "fanout_ended", ENDED, rows, f"on conflict (campaign, vin) do update set {changes}")
+
+    def _epochs(self, db: Db, client_ids: Sequence[str]) -> dict[str, int]:
+        return dict(db.run(_EPOCHS, hashes(client_ids)))
+
+
+def _given(names: Sequence[str]) -> tuple[str, str]:
+    """Rows that are given as columns of these names, and how they meet a table `t`."""
+    kinds = ", ".join(f"?::{KINDS.get(name, 'bigint')}[]" for name in names)
+    as_ = ", ".join(f"k{at}" for at in range(len(names)))
+    return f"unnest({kinds}) as k ({as_})", " and ".join(f"t.{name} = k.k{at}" for at, name in enumerate(names))
