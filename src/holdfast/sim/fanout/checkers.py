@@ -355,7 +355,8 @@ class Truth:
         session = (link.client_id, link.born, packet_id)
         if dup and (not link.born or self.ids.get(key, []).count(session) < 2):
             self.fail(f"{told} is a DUP, and was never sent in that session under that id")
-        if dup and last is not None and last.link is link and last.packet_id == packet_id:
+        once = self.run.shares[vin] == 1 and not link.thawed
+        if dup and once and last is not None and last.link is link and last.packet_id == packet_id:
             self.fail(f"{told} is sent twice as the same packet on a live connection")
         again = last is not None and last.link is not link and last[:2] == (link.client_id, link.born) and link.born
         # Recorded for another session since, or by a dispatcher that was replaced before it could send: it is forgotten.
@@ -380,8 +381,9 @@ class Truth:
     def answered(self, vehicle: SimVehicle, place: int, reason: int) -> None:
         self.answers.setdefault((vehicle.vin, place), set()).add(reason)
         self.done.add((vehicle.vin, place))
-        if vehicle.link is not None:
-            vehicle.link.unanswered.discard(place)
+        for other in self.run.vehicles:  # of two sessions of a vehicle, the answer of either settles it
+            if other.vin == vehicle.vin and other.link is not None:
+                other.link.unanswered.discard(place)
 
     # -- payloads ------------------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class Link:
     """As each side believes."""
     unanswered: set[int] = field(default_factory=set)
     """Places of what was sent on it, and what its client has not answered."""
+    thawed: bool = False
+    """Its session was taken again, as its node's lease was over."""
     arrives: dict[str, float] = field(default_factory=dict)
 
     def later(self, way: str, seconds: float) -> float:
@@ -203,6 +205,7 @@ class SimNode:
             self.close(link)
             return
         link.epoch = epoch
+        link.thawed = True
         link.unanswered.clear()  # the keeper may have taken it back
         self._resumed(link)
 
@@ -363,6 +366,8 @@ class SimNode:
         for taken in shard.taken.values():
             taken.window.drop(taken.packet_id)
         shard.taken.clear()
+        for link in self.links.values():
+            link.unanswered.clear()  # nobody knows any more what is under way on this very connection
         for vehicle in before.connected():
             self._give_to(shard, fd.Online(vehicle))
 

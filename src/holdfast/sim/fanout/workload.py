@@ -280,12 +280,11 @@ class FanoutWorkload:
         world.healing = True
         for name in self.names:
             self.start(name)
-        for node in self.nodes.values():
-            node.paused_until = min(node.paused_until, world.now)
         world.run(world.now + 0.5)
         for vehicle in self.vehicles:
             vehicle.heal()
-        world.run(world.now + PAUSED_SECONDS_MAX)
+        paused = max(node.paused_until for node in self.nodes.values())
+        world.run(max(paused, world.now) + 1.0)
         until = world.now + HEAL_SECONDS_MAX
         while world.now < until and not self._settled():
             world.run(world.now + 1.0)
