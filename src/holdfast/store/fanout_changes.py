@@ -169,7 +169,7 @@ class _Decision:
         of, flight = self._of, change.flight
         key = (flight.vin, flight.place)
         row = of.waiting.get(key)
-        if row is None or row.campaign != flight.campaign:
+        if row is None or (row.campaign, row.attempts) != (flight.campaign, change.seen.attempts):
             return Verdict.GONE
         if flight.vin in of.flights:
             return Verdict.BUSY

@@ -153,9 +153,9 @@ class Truth:
         if wave.acked_percent and old.wave == 0 and not self.run.retries and ended:
             if 100 * acked / len(ended) < wave.acked_percent and acked < len(vins) * wave.acked_percent / 100:
                 self.fail(f"campaign {after.id}: {acked} of {len(ended)} acked, and the next wave began")
-        if old.wave == 0 and not self.run.retries and len(ended) < min(wave.min_ended or len(vins), len(vins)):
-            if not self.run.late_vins.get(after.id):
-                self.fail(f"campaign {after.id}: {len(ended)} of {len(vins)} have ended, and the next wave began")
+        size = min(len(vins), old.sizes[old.wave])  # later batches may have brought more
+        if old.wave == 0 and not self.run.retries and len(ended) < min(wave.min_ended or size, size):
+            self.fail(f"campaign {after.id}: {len(ended)} of {size} have ended, and the next wave began")
 
     # -- what moves ----------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Truth:
                 if row is None:
                     self.fail(f"{vin}: something began that did not wait")
                 else:
-                    self._began(flight, row)
+                    self._began(flight, row, moves)
         for key in moves.waiting:
             self.since[key] = now
 
@@ -259,7 +259,7 @@ class Truth:
 
     # -- what begins ---------------------------------------------------------------------------------------
 
-    def _began(self, flight: FlightRow, row: WaitingRow) -> None:
+    def _began(self, flight: FlightRow, row: WaitingRow, moves: Moves) -> None:
         rows, now = self.table.rows, self.world.now
         campaign = rows.campaigns[flight.campaign]
         told = f"{flight.vin} #{flight.place & 0xFFFF} of campaign {campaign.id}"
@@ -278,17 +278,18 @@ class Truth:
         client_id = sent_of(flight.sent).client_id
         if client_id in self.table.people.rows and self.table.people.rows[client_id].epoch != flight.epoch:
             self.fail(f"{told} begins for a session that has another epoch")
-        self._look_at_limits(campaign, flight, told)
+        self._look_at_limits(campaign, flight, moves, told)
         self._look_at_order(flight, row, told)
 
-    def _look_at_limits(self, campaign: Campaign, flight: FlightRow, told: str) -> None:
+    def _look_at_limits(self, campaign: Campaign, flight: FlightRow, moves: Moves, told: str) -> None:
         rows, now = self.table.rows, self.world.now
         size = next((len(p.data) for p in rows.payloads.values() if p.number == flight.payload), 0)
         begun = self.begun.setdefault(campaign.id, [])
         begun.append((now, size))
-        in_flight = sum(1 for one in rows.flights.values() if one.campaign == campaign.id)
-        if campaign.in_flight_max is not None and in_flight >= campaign.in_flight_max:
-            self.fail(f"{told}: {in_flight} in flight already, allowed are {campaign.in_flight_max}")
+        left = [one for vin, one in rows.flights.items() if vin not in moves.flights_gone]
+        in_flight = sum(1 for one in [*left, *moves.flights.values()] if one.campaign == campaign.id)
+        if campaign.in_flight_max is not None and in_flight > campaign.in_flight_max:
+            self.fail(f"{told}: {in_flight} are in flight, allowed are {campaign.in_flight_max}")
         if campaign.id in self.edited or options_of(campaign).ramp_secs is not None:
             return
         for at, (first, _) in enumerate(begun):
@@ -380,9 +381,17 @@ class Truth:
 
     def answered(self, vehicle: SimVehicle, place: int, reason: int) -> None:
         self.answers.setdefault((vehicle.vin, place), set()).add(reason)
-        self.done.add((vehicle.vin, place))
+        self._is_done(vehicle.vin, place)
+
+    def resulted(self, vin: str, place: int, good: bool) -> None:
+        """The vehicle says how it went: that is an answer, too."""
+        self.results.add((vin, place, good))
+        self._is_done(vin, place)
+
+    def _is_done(self, vin: str, place: int) -> None:
+        self.done.add((vin, place))
         for other in self.run.vehicles:  # of two sessions of a vehicle, the answer of either settles it
-            if other.vin == vehicle.vin and other.link is not None:
+            if other.vin == vin and other.link is not None:
                 other.link.unanswered.discard(place)
 
     # -- payloads ------------------------------------------------------------------------------------------

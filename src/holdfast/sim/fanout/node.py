@@ -598,7 +598,7 @@ class SimNode:
     def _look_at_campaigns(self) -> Work:
         now: dict[int, object] = {}
         for campaign in (yield from self._active((State.RUNNING,))):
-            state = now[campaign.id] = (campaign.sending, campaign.cut)
+            state = now[campaign.id] = (campaign.sending, fc.memory_of(campaign).opened)
             if campaign.sending and self._sending.get(campaign.id) != state:
                 for part in (yield from self._parts(campaign.id)):
                     self.trigger(part.ids)

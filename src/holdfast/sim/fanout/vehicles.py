@@ -176,9 +176,9 @@ class SimVehicle:
         self._say(link, lambda: link.node.answered(link, packet_id, reason))
 
     def _result(self, link: Link, flight: InFlight, good: bool) -> None:
-        self.run.truth.results.add((self.vin, flight.place, good))
         if self.link is not None:
             link = self.link
+            self.run.truth.resulted(self.vin, flight.place, good)
             self._say(link, lambda: link.node.result(link, flight.place, good))
 
     def heal(self) -> None:

@@ -65,7 +65,6 @@ class FanoutWorkload:
         """Seconds between two orders; 0: there are none."""
         self.uploads = 0
         self.retries = False
-        self.late_vins: dict[int, bool] = {}
 
     def vin_of(self, client_id: str) -> str:
         return self._vin_of[client_id]
