@@ -375,9 +375,14 @@ class Truth:
     def _look_at_wire(self, link: Link, flight: InFlight, told: str) -> None:
         if self.run.settings.ack_secs:
             return
-        others = link.unanswered - {flight.place}
+        # What was acked by another session of the vehicle, or by its result, is over.
+        ended = {place for place in link.unanswered if self._was_acked((flight.vin, place))}
+        others = link.unanswered - {flight.place} - ended
         if others:
             self.fail(f"{told} is sent, and #{min(others) & 0xFFFF} is not answered")
+
+    def _was_acked(self, key: Delivery) -> bool:
+        return key in self.log and self.log[key].end is End.ACKED
 
     def answered(self, vehicle: SimVehicle, place: int, reason: int) -> None:
         self.answers.setdefault((vehicle.vin, place), set()).add(reason)

@@ -283,7 +283,7 @@ class FanoutWorkload:
         for vehicle in self.vehicles:
             vehicle.heal()
         paused = max(node.paused_until for node in self.nodes.values())
-        world.run(max(paused, world.now) + 1.0)
+        world.run(max(paused, world.now) + 7.0)  # what was under way when it cleared up
         until = world.now + HEAL_SECONDS_MAX
         while world.now < until and not self._settled():
             world.run(world.now + 1.0)
