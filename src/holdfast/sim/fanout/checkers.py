@@ -359,12 +359,14 @@ class Truth:
         once = self.run.shares[vin] == 1 and not link.thawed
         if dup and once and last is not None and last.link is link and last.packet_id == packet_id:
             self.fail(f"{told} is sent twice as the same packet on a live connection")
-        again = last is not None and last.link is not link and last[:2] == (link.client_id, link.born) and link.born
-        # Recorded for another session since, or by a dispatcher that was replaced before it could send: it is forgotten.
-        again = again and not self.run.faults.breakdown and self.ids[key][-2:][0][:2] == last[:2]
-        if again and last is not None and key not in self.done and last.attempts == flight.attempts:
-            if not dup or packet_id != last.packet_id:
-                self.fail(f"{told}{' DUP' if dup else ''}: its session has it as {last.packet_id}, not answered")
+        # As it was recorded last, if that was in this session; a dispatcher that is replaced forgets what it has begun.
+        before = self.ids[key][-2:][0]
+        again = live and last is not None and last.link is not link and link.born != "" and before[:2] == last[:2]
+        if again and last is not None and last[:2] == session[:2] and not self.run.faults.breakdown:
+            # One that was begun without an answer, and then not wanted for a while, is sent as a new packet.
+            fresh = key in self.done or last.attempts != flight.attempts or link.left_out
+            if not fresh and (not dup or packet_id != before[2]):
+                self.fail(f"{told}{' DUP' if dup else ''}: its session has it as {before[2]}, not answered")
         halted = self.halted.get(flight.campaign)
         if halted is not None and self.run.faults.clear and self.world.now - halted > HALT_SECONDS:
             self.fail(f"{told} is sent {self.world.now - halted:.3f} s after its campaign was halted")

@@ -62,6 +62,8 @@ class Link:
     """As each side believes."""
     unanswered: set[int] = field(default_factory=set)
     """Places of what was sent on it, and what its client has not answered."""
+    left_out: bool = False
+    """It was not subscribed at QoS 1, for a while."""
     thawed: bool = False
     """Its session was taken again, as its node's lease was over."""
     arrives: dict[str, float] = field(default_factory=dict)
@@ -227,7 +229,7 @@ class SimNode:
         client_id = vehicle.client_id
         if (before := self.links.get(client_id)) is not None:
             self.close(before)
-        stored: Stored = yield self.way.read(self.table.take, client_id, clean, durable)
+        stored: Stored = yield self.way.read(self._take, client_id, clean, durable)
         for node in self.run.nodes.values():
             if node is not self and (other := node.links.get(client_id)) is not None:
                 node.after(self.world.rng.choice([0.0, 0.1, 1.0]), lambda node=node, other=other: node.close(other))  # type: ignore[misc]
@@ -236,6 +238,9 @@ class SimNode:
                 vehicle.refused()
                 return
             self.close(before)
+        if self.frozen:
+            vehicle.refused()
+            return
         link = Link(vehicle, self, client_id, stored.born, stored.epoch, stored.filters, packet_bytes_max, window_max)
         if stored.present and stored.last_id:
             link.window.last_id = stored.last_id
@@ -247,6 +252,12 @@ class SimNode:
         )
         vehicle.welcomed(link, stored.present)
         self._resumed(link)
+
+    def _take(self, client_id: str, clean: bool, durable: bool) -> Stored:
+        """How sessions are taken is not looked at here: what a node that is gone has asked for does not land."""
+        if not self.life.alive:
+            raise StoreError("nobody is there any more")
+        return self.table.take(client_id, clean, durable)
 
     def close(self, link: Link) -> None:
         """The connection is over, whoever has ended it."""
@@ -268,6 +279,7 @@ class SimNode:
         """None: it unsubscribes."""
         if not link.node_up:
             return
+        link.left_out = link.left_out or not qos
         if qos is None:
             link.filters.pop(filter_text, None)
         else:
