@@ -37,7 +37,9 @@ def test_the_same_seed_is_the_same_run(seed: int) -> None:
 
 
 def test_the_same_seed_is_the_same_run_in_another_process() -> None:
-    code = "from holdfast.sim.fanout import runner as r; print(*[r.run_fanout_seed(n,trace=True).digest for n in (1,7)])"
+    code = (
+        "from holdfast.sim.fanout import runner as r; print(*[r.run_fanout_seed(n,trace=True).digest for n in (1,7)])"
+    )
     said = [
         subprocess.run(
             [sys.executable, "-c", code],

@@ -66,7 +66,12 @@ def acks_are_not_heard(patch: Patch) -> None:
 
 @mutation
 def an_error_counts_as_an_ack(patch: Patch) -> None:
-    wrap(patch, Dispatcher, "_acked", lambda original, self, vin, place, reason, *rest: original(self, vin, place, 0, *rest))
+    wrap(
+        patch,
+        Dispatcher,
+        "_acked",
+        lambda original, self, vin, place, reason, *rest: original(self, vin, place, 0, *rest),
+    )
 
 
 @mutation
@@ -348,7 +353,10 @@ def _unless_wanted(original: Any) -> Any:
 
 @mutation
 def what_is_too_large_is_not_looked_at(patch: Patch) -> None:
-    choosing(patch, lambda original, waiting, campaigns, sizes, *rest: original(waiting, campaigns, dict.fromkeys(sizes, 1), *rest))
+    choosing(
+        patch,
+        lambda original, waiting, campaigns, sizes, *rest: original(waiting, campaigns, dict.fromkeys(sizes, 1), *rest),
+    )
     patch.setattr(Dispatcher, "_unsendable", lambda self, *given: None)
 
 
@@ -502,7 +510,9 @@ def a_campaign_that_is_held_may_begin(patch: Patch) -> None:
 @mutation
 def nobody_looks_at_the_cut(patch: Patch) -> None:
     patch.setattr(fanout_changes, "_within", lambda ticket, cut: True)
-    patch.setattr(memory.MemoryFanoutTable, "_may_be_sent", lambda self, row: self._state.campaigns[row.campaign].sending)
+    patch.setattr(
+        memory.MemoryFanoutTable, "_may_be_sent", lambda self, row: self._state.campaigns[row.campaign].sending
+    )
 
 
 @mutation

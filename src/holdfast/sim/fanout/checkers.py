@@ -17,7 +17,7 @@ from holdfast.fanout.requests import options_of
 from holdfast.fanout.table import Added, NewBatch
 from holdfast.sim.checkers import Violation
 from holdfast.sim.fanout.faults import SLOW_SECONDS
-from holdfast.sim.fanout.store import SimTable
+from holdfast.sim.fanout.store import EPOCH_OF_TIME, SimTable
 from holdfast.store.fanout_changes import PLACE_OF_END, FlightRow, Moves, WaitingRow, sent_of
 from holdfast.store.fanout_intake import unpack_ids
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Delivery = tuple[str, int]
 """VIN and place."""
-MARGIN = 2 * SLOW_SECONDS + 0.2
+SLOW_MARGIN, MARGIN = 2 * SLOW_SECONDS + 0.2, 1.0
 """A look-up may be so old when what it led to is committed, beside what its own time says."""
 HALT_SECONDS = 1.0
 
@@ -75,6 +75,8 @@ class Truth:
         """When an operator was told that it sends no more."""
         self.begun: dict[int, list[tuple[float, int]]] = {}
         """By campaign: when something began, and its size."""
+        self.refused_at: dict[Delivery, float] = {}
+        """When the vehicle has said no to its last attempt."""
         self.edited: set[int] = set()
         self._superseded: list[tuple[Ended, str, str]] = []
         """In the transaction that is under way: what replaces them is known after it."""
@@ -168,7 +170,11 @@ class Truth:
             before = rows.flights.get(vin)
             if before is not None and vin not in moves.flights_gone:
                 self.fail(f"{vin}: two in flight")
-            self.ids.setdefault((vin, flight.place), []).append(sent_of(flight.sent))
+            sent = sent_of(flight.sent)
+            self.ids.setdefault((vin, flight.place), []).append(sent)
+            session = self.table.people.rows.get(sent.client_id)
+            if session is None or session.epoch != flight.epoch:
+                self.fail(f"{vin} #{flight.place & 0xFFFF} goes to a session that has another epoch")
             if before is None or before.place != flight.place:
                 row = rows.waiting.get(vin, {}).get(flight.place)
                 if row is None:
@@ -275,9 +281,10 @@ class Truth:
             self.fail(f"{told} begins with {flight.attempts} attempts, it had {attempts}")
         if row.not_before > self.table.now():
             self.fail(f"{told} begins before its back-off is over")
-        client_id = sent_of(flight.sent).client_id
-        if client_id in self.table.people.rows and self.table.people.rows[client_id].epoch != flight.epoch:
-            self.fail(f"{told} begins for a session that has another epoch")
+        last, refused_at = self.sends.get((flight.vin, flight.place)), self.refused_at.get((flight.vin, flight.place))
+        if refused_at is not None and last is not None and flight.attempts > last.attempts:
+            if now - refused_at < self.run.settings.backoff_secs:
+                self.fail(f"{told} begins {now - refused_at:.3f} s after it was refused")
         self._look_at_limits(campaign, flight, moves, told)
         self._look_at_order(flight, row, told)
 
@@ -305,7 +312,8 @@ class Truth:
     def _look_at_order(self, flight: FlightRow, row: WaitingRow, told: str) -> None:
         """Nothing that could have gone waits before it."""
         rows, now = self.table.rows, self.table.now()
-        looked = min(flight.sent_at, now) - MARGIN - 1_000_000.0
+        margin = SLOW_MARGIN if self.run.faults.store_slow or self.run.faults.store_late else MARGIN
+        looked = min(flight.sent_at, now) - margin - EPOCH_OF_TIME
         sent = sent_of(flight.sent)
         if row.sent is not None and sent_of(row.sent)[:2] == sent[:2]:
             return  # its session may have it: it goes first
@@ -372,6 +380,7 @@ class Truth:
             self.fail(f"{told} is sent {self.world.now - halted:.3f} s after its campaign was halted")
         self.sends[key] = LastSend(link.client_id, link.born, link, packet_id, flight.attempts)
         self.done.discard(key)
+        self.refused_at.pop(key, None)
         link.unanswered.add(flight.place)
 
     def _look_at_wire(self, link: Link, flight: InFlight, told: str) -> None:
@@ -388,6 +397,8 @@ class Truth:
 
     def answered(self, vehicle: SimVehicle, place: int, reason: int) -> None:
         self.answers.setdefault((vehicle.vin, place), set()).add(reason)
+        if reason >= 0x80:
+            self.refused_at.setdefault((vehicle.vin, place), self.world.now)
         self._is_done(vehicle.vin, place)
 
     def resulted(self, vin: str, place: int, good: bool) -> None:

@@ -31,6 +31,8 @@ class SimVehicle:
         self.wrong = rng.choice([0.0, 0.1, 0.4])
         self.twice = rng.choice([0.0, 0.3])
         self.slow = rng.choice([0.02, 0.3, 2.0])
+        self.silent: list[tuple[Link, int, InFlight, Campaign]] = []
+        """What it has not answered, and will not before it has to."""
         self.changed_at = 0.0
         """When it last came, or subscribed to something."""
 
@@ -52,17 +54,9 @@ class SimVehicle:
         durable = self.durable
         self.world.tell(self, f"CONNECT to {node}{' clean' if clean else ''}")
         node.after(
-            self.world.rng.random() * 0.05, lambda: node.connect(self, clean, durable, self.packet_max, self.window)
+            self.world.rng.random() * 0.05, lambda: node.connect(self, clean, durable, self.packet_bytes_max, self.window_max)
         )
         self.world.after(3.0, self._give_up(node))
-
-    @property
-    def packet_max(self) -> int:
-        return 1_000_000 if self.world.healing else self.packet_bytes_max
-
-    @property
-    def window(self) -> int:
-        return 20 if self.world.healing else self.window_max
 
     def _give_up(self, node: SimNode):  # type: ignore[no-untyped-def]
         token = self._attempt = object()
@@ -152,6 +146,7 @@ class SimVehicle:
         if self.link is not link or not link.client_up:
             return
         if not self.world.healing and self.world.chance(self.never):
+            self.silent.append((link, packet_id, flight, campaign))
             return
         self._answer_later(link, packet_id, flight, campaign)
 
@@ -182,8 +177,13 @@ class SimVehicle:
             self._say(link, lambda: link.node.result(link, flight.place, good))
 
     def heal(self) -> None:
-        """From now on it is there, is subscribed, and answers."""
+        """From now on it is there, is subscribed, and answers; if it is there already, nothing else triggers it."""
         self.wants = True
-        self.lose(0.02)
-        self.connecting = False
-        self.come()
+        for link, packet_id, flight, campaign in self.silent:
+            self._answer_later(link, packet_id, flight, campaign)
+        self.silent.clear()
+        held = self.link
+        if held is None or not held.node_up or held.filters.get(self.every) != 1 or self.world.rng.random() < 0.4:
+            self.lose(0.02)
+            self.connecting = False
+            self.come()
