@@ -474,7 +474,7 @@ class FanoutHost:
         if session.epoch != flight.epoch:  # taken anew while this was held: its dispatcher has taken it back
             taken.window.drop(taken.packet_id)
             return
-        if self._sessions.frozen:
+        if self._sessions.frozen or connection.frozen:
             if not self._held:
                 self._loop.call_later(HELD_SECS, self._send_held)
             self._held.append((effect, taken))

@@ -337,6 +337,11 @@ class Truth:
                 continue
             if other.not_before > now and lane_of(place) != lane_of(flight.place):
                 continue
+            before = [
+                row for at, row in rows.waiting[flight.vin].items() if at < place and lane_of(at) == lane_of(place)
+            ]
+            if any(row.not_before > flight.sent_at - margin for row in before):
+                continue  # its lane was blocked
             self.fail(f"{told} begins, and #{place & 0xFFFF} waits before it")
 
     # -- the wire ------------------------------------------------------------------------------------------

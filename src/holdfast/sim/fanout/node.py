@@ -64,8 +64,9 @@ class Link:
     """Places of what was sent on it, and what its client has not answered."""
     left_out: bool = False
     """It was not subscribed at QoS 1, for a while."""
+    frozen: bool = False
+    """Its session is to be taken again first, as its node's lease was over."""
     thawed: bool = False
-    """Its session was taken again, as its node's lease was over."""
     arrives: dict[str, float] = field(default_factory=dict)
 
     def later(self, way: str, seconds: float) -> float:
@@ -194,6 +195,7 @@ class SimNode:
                 self.lease = yield self.way.read(self.table.grant, LEASE_SECONDS)
                 self._trusted(asked_at)
                 for link in list(self.links.values()):
+                    link.frozen = True
                     self.spawn(self._take_again(link), lambda _, link=link: self.close(link))  # type: ignore[misc]
             yield 1.0
 
@@ -207,7 +209,7 @@ class SimNode:
             self.close(link)
             return
         link.epoch = epoch
-        link.thawed = True
+        link.thawed, link.frozen = True, False
         link.unanswered.clear()  # the keeper may have taken it back
         self._resumed(link)
 
@@ -288,7 +290,11 @@ class SimNode:
             self._say_online(link)
 
     def answered(self, link: Link, packet_id: int, reason: int) -> None:
-        if link.node_up and self.links.get(link.client_id) is link and not self.frozen:
+        if not link.node_up or self.links.get(link.client_id) is not link:
+            return
+        if self.frozen or link.frozen:  # nothing is read
+            self.after(HELD_SECONDS, lambda: self.answered(link, packet_id, reason))
+        else:
             link.window.puback((packet_id,), reason)
 
     def result(self, link: Link, place: int, good: bool) -> None:
@@ -502,7 +508,7 @@ class SimNode:
         if link.epoch != flight.epoch:  # while it was held: its dispatcher has taken it back
             taken.window.drop(taken.packet_id)
             return
-        if self.frozen:
+        if self.frozen or link.frozen:
             if not self._held:
                 self.after(HELD_SECONDS, self._send_held)
             self._held.append((effect, taken))

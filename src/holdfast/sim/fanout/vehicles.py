@@ -54,7 +54,8 @@ class SimVehicle:
         durable = self.durable
         self.world.tell(self, f"CONNECT to {node}{' clean' if clean else ''}")
         node.after(
-            self.world.rng.random() * 0.05, lambda: node.connect(self, clean, durable, self.packet_bytes_max, self.window_max)
+            self.world.rng.random() * 0.05,
+            lambda: node.connect(self, clean, durable, self.packet_bytes_max, self.window_max),
         )
         self.world.after(3.0, self._give_up(node))
 
