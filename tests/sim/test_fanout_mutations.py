@@ -32,9 +32,13 @@ NOTICED_BY: dict[str, int] = {}
 """Where it was last found, to be tried first; wrong once the workload changes, which only costs time."""
 
 IN_DOUBT = FanoutFaults(store_unanswered=0.3, store_slow=0.1, store_late=0.1, doubled=0.2)
-STOPPED = FanoutFaults(pause=0.15, crash=0.1, hint_lost=0.5)
 
-WEATHER: dict[str, FanoutFaults] = {}
+WEATHER: dict[str, FanoutFaults] = {
+    "an_attempt_since_is_not_seen": IN_DOUBT,
+    "a_cancelled_one_is_sent_again_on_resume": FanoutFaults(),
+    "a_later_session_elsewhere_is_waited_for_for_ever": FanoutFaults(),
+    "an_earlier_session_of_the_vehicle_is_forgotten": FanoutFaults(),
+}
 """Weather in which it shows soonest, where what is drawn seldom has it."""
 
 Patch = pytest.MonkeyPatch
@@ -87,14 +91,6 @@ def any_ack_settles_what_is_in_flight(patch: Patch) -> None:
 def a_refused_attempt_is_sent_again_at_once(patch: Patch) -> None:
     def change(original: Any, self: Any, slot: Any, attempts: int, not_before: float = 0.0, **given: Any) -> None:
         original(self, slot, attempts, 0.0, **given)
-
-    wrap(patch, Dispatcher, "_return", change)
-
-
-@mutation
-def attempts_are_not_counted(patch: Patch) -> None:
-    def change(original: Any, self: Any, slot: Any, attempts: int, *rest: Any, **given: Any) -> None:
-        original(self, slot, 0, *rest, **given)
 
     wrap(patch, Dispatcher, "_return", change)
 
@@ -215,17 +211,6 @@ def an_earlier_session_of_the_vehicle_is_forgotten(patch: Patch) -> None:
 @mutation
 def a_later_session_elsewhere_is_waited_for_for_ever(patch: Patch) -> None:
     patch.setattr(dispatcher, "ELSEWHERE_SECONDS", inf)
-
-
-@mutation
-def an_answer_to_what_was_taken_back_is_forgotten(patch: Patch) -> None:
-    """A stopped node wakes up, hears the vehicle, and the keeper has taken the delivery back."""
-
-    def change(original: Any, self: Any, slot: Any, change: Any, verdict: Any) -> None:
-        slot.heard = False
-        original(self, slot, change, verdict)
-
-    wrap(patch, Dispatcher, "_settled", change)
 
 
 @mutation
@@ -590,16 +575,6 @@ def an_attempt_since_is_not_seen(patch: Patch) -> None:
     decide(patch, "_begin", change)
 
 
-@mutation
-def an_adopted_delivery_keeps_its_old_lease(patch: Patch) -> None:
-    """Its node is gone: it is taken back from under the one that has it."""
-
-    def change(original: Any, self: Any, change: Adopt) -> Any:
-        return original(self, change._replace(flight=change.flight._replace(lease=change.seen.lease)))
-
-    decide(patch, "_adopt", change)
-
-
 # -- intake, merging, collection ---------------------------------------------------------------------------
 
 
@@ -622,15 +597,6 @@ def what_is_replaced_stays(patch: Patch) -> None:
         gone = original(rows, parts, there, moves)
         moves.ended = [one for one in moves.ended if one.end is not End.SUPERSEDED]
         return gone
-
-    merging(patch, change)
-
-
-@mutation
-def what_joins_a_cancelled_campaign_waits(patch: Patch) -> None:
-    def change(original: Any, rows: Any, parts: Any, there: Any, moves: Any) -> Any:
-        running = {number: part._replace(state=State.RUNNING) for number, part in parts.items()}
-        return original(rows, running, there, moves)
 
     merging(patch, change)
 
@@ -692,11 +658,6 @@ def payloads_are_collected_early(patch: Patch) -> None:
 @mutation
 def payloads_are_never_collected(patch: Patch) -> None:
     patch.setattr(memory.MemoryFanoutTable, "_collect_rest", lambda self, *given: 0)
-
-
-@mutation
-def what_dead_nodes_have_sent_stays_in_flight(patch: Patch) -> None:
-    patch.setattr(SimNode, "_take_back", lambda self: iter(()))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -281,7 +281,10 @@ class FanoutWorkload:
             self.start(name)
         world.run(world.now + 0.5)
         for vehicle in self.vehicles:
-            vehicle.heal()
+            if vehicle.client_id != vehicle.vin and world.rng.random() < 0.5:
+                vehicle.leave()  # the vehicle's other client is it again
+            else:
+                vehicle.heal()
         paused = max(node.paused_until for node in self.nodes.values())
         world.run(max(paused, world.now) + 7.0)  # what was under way when it cleared up
         until = world.now + HEAL_SECONDS_MAX
