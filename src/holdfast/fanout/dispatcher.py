@@ -243,6 +243,8 @@ class Slot:
     """LOOKING, RESTING: an attempt of this one was not answered in time, and may be yet."""
     awaits: bool = False
     """Of what is in flight, or past: its end is its result."""
+    doubt: bool = False
+    """BEGINNING: it was committed before, and nobody knows what came of that."""
     heard: bool = False
     """SETTLING: it is what the vehicle has said."""
     rest: bool = False
@@ -622,6 +624,9 @@ class Dispatcher:
         self._committing = None
         self._blocked_until = now + RETRY_SECONDS
         self._to_commit.extendleft(reversed(queued))
+        for slot, _ in queued:
+            if slot is not None:
+                slot.doubt = slot.step is Step.BEGINNING
 
     def _settled(self, slot: Slot, change: Finish | Await, verdict: Verdict | None) -> None:
         if verdict is Verdict.GONE and slot.heard and isinstance(change.seen, InFlight):
@@ -631,8 +636,9 @@ class Dispatcher:
             self._over(slot, slot.rest)
 
     def _begun(self, slot: Slot, change: Begin | Adopt, verdict: Verdict | None, now: float) -> None:
-        flight, campaign = slot.flight, slot.campaign
+        flight, campaign, doubt = slot.flight, slot.campaign, slot.doubt
         assert flight is not None and campaign is not None
+        slot.doubt = False
         vehicle = self.vehicles.get(slot.vin)
         if verdict is Verdict.DONE:
             if slot.lost or vehicle is None or vehicle.epoch != flight.epoch:
@@ -645,6 +651,10 @@ class Dispatcher:
             self._effects.append(Publish(vehicle, flight, campaign, slot.dup))
             return
         self._effects.append(Refused(slot.vin, flight.place))
+        if doubt and (verdict is None or verdict is Verdict.STALE):
+            # The store was not asked again, and may have it in flight: nobody else would ever take it back.
+            self._return(slot, flight.attempts)
+            return
         slot.flight = slot.campaign = None
         if vehicle is None:
             self._move(slot, Step.RESTING)

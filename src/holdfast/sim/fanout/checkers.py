@@ -340,8 +340,8 @@ class Truth:
             before = [
                 row for at, row in rows.waiting[flight.vin].items() if at < place and lane_of(at) == lane_of(place)
             ]
-            if any(row.not_before > flight.sent_at - margin for row in before):
-                continue  # its lane was blocked
+            if any(row.not_before > flight.sent_at - margin or row.sent is not None for row in before):
+                continue  # its lane was blocked, or what the session may have was to go first
             self.fail(f"{told} begins, and #{place & 0xFFFF} waits before it")
 
     # -- the wire ------------------------------------------------------------------------------------------
