@@ -36,7 +36,6 @@ IN_DOUBT = FanoutFaults(store_unanswered=0.3, store_slow=0.1, store_late=0.1, do
 WEATHER: dict[str, FanoutFaults] = {
     "an_attempt_since_is_not_seen": IN_DOUBT,
     "a_cancelled_one_is_sent_again_on_resume": FanoutFaults(),
-    "a_later_session_elsewhere_is_waited_for_for_ever": FanoutFaults(),
     "an_earlier_session_of_the_vehicle_is_forgotten": FanoutFaults(),
 }
 """Weather in which it shows soonest, where what is drawn seldom has it."""
@@ -206,20 +205,6 @@ def an_earlier_session_of_the_vehicle_is_forgotten(patch: Patch) -> None:
         self._earlier.clear()
 
     wrap(patch, Dispatcher, "_online", change)
-
-
-@mutation
-def a_later_session_elsewhere_is_waited_for_for_ever(patch: Patch) -> None:
-    patch.setattr(dispatcher, "ELSEWHERE_SECONDS", inf)
-
-
-@mutation
-def a_late_answer_is_the_end_without_its_result(patch: Patch) -> None:
-    def change(original: Any, self: Any, slot: Any, past: Any, *rest: Any) -> None:
-        slot.awaits = False
-        original(self, slot, past, *rest)
-
-    wrap(patch, Dispatcher, "_settle_past", change)
 
 
 @mutation

@@ -335,7 +335,7 @@ class Truth:
                 continue
             if vehicle.changed_at > looked:
                 continue
-            if other.not_before > now and lane_of(place) != lane_of(flight.place):
+            if other.not_before > flight.sent_at - margin and lane_of(place) != lane_of(flight.place):
                 continue
             before = [
                 row for at, row in rows.waiting[flight.vin].items() if at < place and lane_of(at) == lane_of(place)

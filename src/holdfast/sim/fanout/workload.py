@@ -305,6 +305,9 @@ class FanoutWorkload:
 
     def _clear_the_way(self) -> None:
         """An operator lets everything go that waits for one."""
+        for vehicle in self.vehicles:
+            if vehicle.link is not None and vehicle.link.filters.get(vehicle.every) != 1:
+                vehicle.subscribe(vehicle.every, 1)  # what it had said before has come late
         node = self.any_node()
         assert node is not None
         for campaign in self._campaigns():
