@@ -16,7 +16,7 @@ from holdfast.fanout import choice, control, dispatcher, vehicles
 from holdfast.fanout.control import CampaignControl
 from holdfast.fanout.dispatcher import Dispatcher, Publish, Step
 from holdfast.fanout.nouns import End, State
-from holdfast.fanout.table import Adopt, Await, Finish, Return, Verdict
+from holdfast.fanout.table import Await, Finish, Return, Verdict
 from holdfast.sim.fanout import node as sim_node
 from holdfast.sim.fanout.faults import FanoutFaults
 from holdfast.sim.fanout.node import SimNode

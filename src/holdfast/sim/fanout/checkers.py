@@ -132,9 +132,9 @@ class Truth:
             self.halted.pop(after.id, None)
         if after.state is State.CLOSED and any(self.table.rows.counts[after.id][:3]):
             self.fail(f"campaign {after.id} was closed with deliveries under way")
-        if after.state is not before.state and before.state in (State.CLOSED, State.CANCELLED):
-            if after.state is not State.CLOSED:
-                self.fail(f"campaign {after.id} was {before.state}, and is {after.state}")
+        over = before.state in (State.CLOSED, State.CANCELLED)
+        if over and after.state is not before.state and after.state is not State.CLOSED:
+            self.fail(f"campaign {after.id} was {before.state}, and is {after.state}")
         if after.sending and after.state is not State.RUNNING:
             self.fail(f"campaign {after.id} is {after.state} and sends")
         self._look_at_wave(before, after)
@@ -152,9 +152,9 @@ class Truth:
         # Whoever has ended before its wave came counts as well: nobody counts by wave.
         ended = [one for (id_, _), one in self.final.items() if id_ == after.id]
         acked = sum(one.end is End.ACKED for one in ended)
-        if wave.acked_percent and old.wave == 0 and not self.run.retries and ended:
-            if 100 * acked / len(ended) < wave.acked_percent and acked < len(vins) * wave.acked_percent / 100:
-                self.fail(f"campaign {after.id}: {acked} of {len(ended)} acked, and the next wave began")
+        missed = 100 * acked < wave.acked_percent * min(len(ended), len(vins))
+        if old.wave == 0 and not self.run.retries and missed:
+            self.fail(f"campaign {after.id}: {acked} of {len(ended)} acked, and the next wave began")
         size = min(len(vins), old.sizes[old.wave])  # later batches may have brought more
         if old.wave == 0 and not self.run.retries and len(ended) < min(wave.min_ended or size, size):
             self.fail(f"campaign {after.id}: {len(ended)} of {size} have ended, and the next wave began")
@@ -282,9 +282,9 @@ class Truth:
         if row.not_before > self.table.now():
             self.fail(f"{told} begins before its back-off is over")
         last, refused_at = self.sends.get((flight.vin, flight.place)), self.refused_at.get((flight.vin, flight.place))
-        if refused_at is not None and last is not None and flight.attempts > last.attempts:
-            if now - refused_at < self.run.settings.backoff_secs:
-                self.fail(f"{told} begins {now - refused_at:.3f} s after it was refused")
+        anew = refused_at is not None and last is not None and flight.attempts > last.attempts
+        if anew and refused_at is not None and now - refused_at < self.run.settings.backoff_secs:
+            self.fail(f"{told} begins {now - refused_at:.3f} s after it was refused")
         self._look_at_limits(campaign, flight, moves, told)
         self._look_at_order(flight, row, told)
 

@@ -225,10 +225,10 @@ class SimNode:
         self.spawn(self._connect(vehicle, clean, durable, packet_bytes_max, window_max), lambda _: vehicle.refused())
 
     def _connect(self, vehicle: SimVehicle, clean: bool, durable: bool, packet_bytes_max: int, window_max: int) -> Work:
-        if self.frozen:
+        client_id, trusted_until = vehicle.client_id, self.trusted_until
+        if self.world.now >= trusted_until:
             vehicle.refused()
             return
-        client_id = vehicle.client_id
         if (before := self.links.get(client_id)) is not None:
             self.close(before)
         stored: Stored = yield self.way.read(self._take, client_id, clean, durable)
@@ -324,9 +324,9 @@ class SimNode:
 
     def _note_filter(self, link: Link, text: str, qos: int) -> bool:
         covered = REQUEST.covered_by(text)
-        if covered is None or not covered[0]:
+        vin, request = covered if covered is not None else (None, None)
+        if not vin:
             return False
-        vin, request = covered
         client = self._of_client.get(link.client_id)
         if client is None or client.epoch != link.epoch:
             client = self._of_client[link.client_id] = Client(link.epoch)
@@ -447,9 +447,11 @@ class SimNode:
         campaigns: set[int] = set()
         payloads: set[int] = set()
         for one in found.values():
-            for delivery in [*one.waiting, *([one.in_flight] if one.in_flight is not None else [])]:
-                campaigns.add(delivery.campaign)
-                payloads.add(delivery.payload)
+            campaigns.update(delivery.campaign for delivery in one.waiting)
+            payloads.update(delivery.payload for delivery in one.waiting)
+            if one.in_flight is not None:
+                campaigns.add(one.in_flight.campaign)
+                payloads.add(one.in_flight.payload)
         data = {number: self._payloads[number] for number in payloads if number in self._payloads}
         if missing := payloads - data.keys():
             data.update({number: one.data for number, one in self.table.payloads(missing).items()})
@@ -520,10 +522,8 @@ class SimNode:
             self._give(vehicle.vin, fd.Unsendable(vehicle.vin, flight.place, reason))
             return
         dup = effect.dup and taken.packet_id == flight.sent.packet_id
-        self.world.tell(
-            self,
-            f"sends {flight.vin} #{flight.place & 0xFFFF} id {taken.packet_id}{' DUP' if dup else ''} to {link.client_id}",
-        )
+        told = f"{flight.vin} #{flight.place & 0xFFFF} id {taken.packet_id}{' DUP' if dup else ''}"
+        self.world.tell(self, f"sends {told} to {link.client_id}")
         self.truth.sent(self, link, effect, taken.packet_id, dup)
         link.vehicle.arriving(link, taken.packet_id, flight, effect.campaign, dup)
 

@@ -5,6 +5,7 @@ What decides about deliveries is the store's own code; only the clock, and the l
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -211,7 +212,5 @@ class Way:
 
     def _land(self, work: Callable[[], Any]) -> None:
         self.world.tell("store", "something lands late")
-        try:
+        with contextlib.suppress(HoldfastError):
             work()
-        except HoldfastError:
-            pass

@@ -119,7 +119,7 @@ class FanoutWorkload:
             data=data,
             expires=rng.choice([None, None, None, 2.0, 6.0]),
             priority=rng.choice([4, 4, 4, 9, 0]),
-            resend=rng.choice(["replace", "replace", "append", "ignore"]),  # type: ignore[arg-type]
+            resend=rng.choice(["replace", "replace", "append", "ignore"]),
             key=f"key{rng.randint(1, 3)}" if rng.random() < 0.1 else None,
             final=rng.random() < 0.3,
             campaign=self._options(number),
@@ -293,7 +293,7 @@ class FanoutWorkload:
             self._clear_the_way()
         self.truth.look_at_end()
         until = world.now + LEFTOVER_SECONDS
-        while world.now < until and self.table.rows.payloads | self.table.rows.campaigns:  # type: ignore[operator]
+        while world.now < until and (self.table.rows.payloads or self.table.rows.campaigns):
             world.run(world.now + 1.0)
         world.run(world.now + self.key_seconds)
         self.truth.look_at_leftovers()
