@@ -20,7 +20,7 @@ demo: setup
 
 # The daily loop: units, contracts on memory, a slice of the simulator. No servers, no sockets, no Spark.
 FAST := tests/test_architecture.py tests/test_settings.py tests/test_topics.py tests/auth tests/batch tests/contract tests/cursors tests/delivery \
-        tests/groups tests/log tests/mqtt tests/runtime tests/sessions tests/sim
+        tests/fanout tests/groups tests/log tests/mqtt tests/runtime tests/sessions tests/sim
 fast: setup
 	$(BIN)/python -m pytest -n 4 -m "not soak" -k "not (postgres or etcd or sqlite or mutation or paho)" $(FAST)
 

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "keys": {"model"},
     "log": {"model", "errors", "topics", "restarts"},
     "metadata": {"errors", "jitter", "restarts"},
-    "fanout": {"machine", "mqtt", "model", "errors", "topics"},
+    "fanout": {"sending", "machine", "mqtt", "model", "errors", "topics"},
+    "sending": {"fanout", "store", "errors"},
     "store": {"fanout", "sessions", "log", "metadata", "model", "errors", "jitter", "restarts"},
     "mqtt": {"machine", "model", "errors", "topics"},
     "cursors": {"metadata", "model", "errors"},
@@ -55,16 +56,32 @@ MAY_IMPORT = {
         *("store", "log", "metadata", "keys", "model", "errors", "topics", "jitter", "restarts"),
     },
     "web": {"ops", "runtime", "auth", "fanout", "sessions", "groups", "mqtt", "model", "errors", "topics"},
-    "cli": {"demo", "ops", "fanout", "runtime", "auth", "sim", "spark", "settings", "store", "log", "model", "errors"},
-    "demo": {"cli", "ops", "spark", "store"},
+    "cli": {
+        "demo",
+        "ops",
+        "fanout",
+        "sending",
+        "runtime",
+        "auth",
+        "sim",
+        "spark",
+        "settings",
+        "store",
+        "log",
+        "model",
+        "errors",
+    },
+    "demo": {"cli", "fanout", "ops", "spark", "store"},
     "testing": {"runtime", "settings"},
     "__init__": {"store", "log", "model", "errors"},
     "__main__": {"cli"},
 }
 """Package or module of holdfast -> what else of holdfast it may import; `__init__` is the public names."""
 
-BOTH_WAYS = {("runtime", "web"), ("cli", "demo")}
-"""A node starts the HTTP API that shows it; the command line starts the demonstration that prints as it does."""
+BOTH_WAYS = {("runtime", "web"), ("cli", "demo"), ("fanout", "sending")}
+"""A node starts the HTTP API that shows it; the command line starts the demonstration that prints as it does; users
+find `holdfast.fanout.send` where it belongs, and it is imported only when they do: it needs stores, which need fan-out.
+"""
 
 SHARED = ("holdfast.store.fanout_changes.", "holdfast.store.fanout_intake.")
 """What every store decides alike."""
@@ -131,6 +148,11 @@ def test_nobody_but_the_store_package_knows_which_store_it_is() -> None:
                 # It gives the store in memory its own clock, and looks at its rows.
                 inside = {name for name in inside if not name.startswith(("holdfast.store.memory.", *SHARED))}
             assert not inside, f"{path.relative_to(SOURCE)} imports {sorted(inside)}"
+
+
+def test_only_the_public_name_of_fanout_leads_to_sending() -> None:
+    named = [path.name for path in parts()["fanout"] if "sending" in used(path)]
+    assert named == ["__init__.py"]
 
 
 def test_asyncio_only_in_hosts() -> None:

@@ -13,3 +13,5 @@ def test_the_demo_runs_and_finds_nothing_missing() -> None:
     assert done.returncode == 0, done.stderr
     assert "Nothing acknowledged is missing." in done.stdout
     assert "acknowledged but never given:   0" in done.stdout
+    assert "  10 waiting, 10 acked\n  $ holdfast why vin LSVA0011\n  LSVA0011: offline" in done.stdout
+    assert "\n  20 acked\n" in done.stdout

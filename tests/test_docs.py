@@ -18,8 +18,9 @@ RUN_ELSEWHERE = {"make demo", "make test", "make fast", "make check", "make benc
 """These run this very test, or run for long; `.ci/run` runs check and test, and test_demo the demo."""
 
 
-RUN_WITH_NODES = {"cluster.md"}
-"""Its commands need a cluster to be run against; tests/e2e/cluster/test_document.py has one."""
+RUN_WITH_NODES = {"cluster.md", "fanout.md"}
+"""Their commands need nodes to be run against; tests/e2e/cluster/test_document.py and tests/e2e/test_fanout_document.py
+have some."""
 
 
 def fenced(path: Path, language: str) -> list[str]:

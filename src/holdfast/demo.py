@@ -28,11 +28,15 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 from rich.console import Console
 
-from holdfast import ops
+from holdfast import fanout, ops
 from holdfast.cli import output
+from holdfast.cli.http import call
 from holdfast.store import open_log, open_store
 
 VEHICLES = 5
+FLEET = 20
+"""Vehicles of the campaign; half of them are offline when it begins."""
+TASK = "task_demo_1"
 FILTER = "vehicle/+/position"
 FLUSH_SECONDS = 0.5
 
@@ -42,19 +46,20 @@ class NodeProcess:
 
     def __init__(self, data: Path):
         self._data = data
-        self.mqtt_port, self._http_port = _free_port(), _free_port()
+        self.mqtt_port = _free_port()
+        self.http = f"127.0.0.1:{_free_port()}"
         self._log = (data / "node.log").open("ab")
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "holdfast", "serve", "--data", str(self._data)]
-        command += ["--mqtt", f"127.0.0.1:{self.mqtt_port}", "--http", f"127.0.0.1:{self._http_port}"]
+        command += ["--mqtt", f"127.0.0.1:{self.mqtt_port}", "--http", self.http]
         command += ["--set", f"cursors.subscription_progress_flush_secs={FLUSH_SECONDS}"]
         process = subprocess.Popen(command, stderr=self._log)
         give_up = time.monotonic() + 30
         while time.monotonic() < give_up:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/readyz", timeout=1) as answer:
+                with urllib.request.urlopen(f"http://{self.http}/readyz", timeout=1) as answer:
                     if answer.status == 200:
                         return process
             except (urllib.error.URLError, OSError):
@@ -197,6 +202,7 @@ def _drive(console: Console, node: NodeProcess, data: Path, kills: int, lake: La
         node.restart()
     _wait(lambda: all(len(v.acknowledged) > 150 * (kills + 1) for v in vehicles))
     _group(console, node)
+    without = _campaign(console, node)
     for vehicle in vehicles:
         vehicle.stop()
     acknowledged = set().union(*(v.acknowledged for v in vehicles))
@@ -213,8 +219,10 @@ def _drive(console: Console, node: NodeProcess, data: Path, kills: int, lake: La
     console.print(f"acknowledged but never given:   {len(missing)}")
     if lake is not None:
         _query(console, lake, len(acknowledged), out)
+    if without:
+        console.print(f"\n[red]The campaign has not reached {without} of its vehicles![/red]")
     console.print("\nNothing acknowledged is missing." if not missing else "\n[red]Messages are missing![/red]")
-    return 1 if missing else 0
+    return 1 if missing or without else 0
 
 
 def _group(console: Console, node: NodeProcess) -> None:
@@ -236,6 +244,42 @@ def _group(console: Console, node: NodeProcess) -> None:
         f"  from SUBSCRIBE to the newcomer's first message:   {(joined.seen[0][0] - joined.asked_at) * 1e3:6.0f} ms"
     )
     console.print(f"  messages shared: {len(everyone):,}; seen by two workers (unacknowledged at the death): {twice}")
+
+
+def _campaign(console: Console, node: NodeProcess) -> int:
+    """One payload to a fleet of which half is offline; how many have not had it exactly once."""
+    fleet = [f"LSVA{number:04}" for number in range(1, FLEET + 1)]
+    here, away = fleet[: FLEET // 2], fleet[FLEET // 2 :]
+    clients = {vin: Subscriber(vin, f"agent/{vin}/proxy/request/+", node.mqtt_port) for vin in here}
+    sent = fanout.send(f"http://{node.http}", fleet, TASK, "update yourself", final=True)
+    console.print(
+        f"\nA campaign, {sent.request_id}/{sent.number}, to {sent.accepted} vehicles, of which {len(here)} are online:"
+    )
+    _wait(lambda: _counts(node)["acked"] == len(here))
+    _show_counts(console, node)
+    why = [sys.executable, "-m", "holdfast", "why", "vin", away[0], "--http", node.http]
+    console.print(f"  $ holdfast why vin {away[0]}")
+    console.print(f"  {subprocess.run(why, capture_output=True, text=True, check=False).stdout.strip()}", markup=False)
+    begun = time.monotonic()
+    clients |= {vin: Subscriber(vin, f"agent/{vin}/proxy/request/+", node.mqtt_port) for vin in away}
+    _wait(lambda: _counts(node)["acked"] == FLEET)
+    console.print(
+        f"the others come, and have it {(time.monotonic() - begun) * 1e3:.0f} ms after the first of them has connected:"
+    )
+    _show_counts(console, node)
+    for one in clients.values():
+        one.stop()
+    return sum(one.seen.total() != 1 for one in clients.values())
+
+
+def _counts(node: NodeProcess) -> dict[str, int]:
+    counts: dict[str, int] = call(node.http, "GET", f"fanout/{TASK}")["counts"]
+    return counts
+
+
+def _show_counts(console: Console, node: NodeProcess) -> None:
+    counts = {name.replace("_", " "): count for name, count in _counts(node).items() if count}
+    console.print("  " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
 def _silence(everyone: list[tuple[float, str]], since: float) -> float:

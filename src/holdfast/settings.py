@@ -148,6 +148,7 @@ class FanoutSettings:
     backoff_secs: float = 1.0
     """How long the second attempt waits; each further one twice as long, up to backoff_secs_max."""
     backoff_secs_max: float = 300.0
+    """No attempt waits longer than this for the next one."""
     ack_secs: float = 0.0
     """A delivery that is not answered for so long is sent anew; 0: as long as the connection lasts."""
     result_secs: float = 3600.0

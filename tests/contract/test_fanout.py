@@ -432,8 +432,10 @@ def test_nobody_sees_half_of_an_upload(opener: Opener, table: FanoutTable, sha1:
         table.stage("up", [f"v{n:02}{m:03}" for m in range(1000)])
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(look)
-        add(table, upload="up")
-        stop.set()
+        try:
+            add(table, upload="up")
+        finally:
+            stop.set()
         looking.result(30)
     assert seen <= {0, 20}
 
@@ -976,8 +978,10 @@ def test_who_follows_the_parts_misses_none(opener: Opener, table: FanoutTable, s
 
     with ThreadPoolExecutor(5) as pool:
         followers = [pool.submit(follow) for _ in range(2)]
-        seqs = [seq for one in [pool.submit(publish, name) for name in "abc"] for seq in one.result(60)]
-        stop.set()
+        try:
+            seqs = [seq for one in [pool.submit(publish, name) for name in "abc"] for seq in one.result(60)]
+        finally:
+            stop.set()
         for follower in followers:
             seen = follower.result(30)
             assert [seq for _, seq in seen] == sorted(seqs)
@@ -1096,7 +1100,7 @@ def test_two_who_begin_the_same_delivery_exactly_one_does(
             rows = [(seen[vin][(at + n) % 2]) for n, vin in enumerate(vins)]
             random.shuffle(rows)
             changes = [begin(row, epochs[f"client-{row.vin}"], node=f"n{at}") for row in rows]
-            start.wait()
+            start.wait(30)
             verdicts = tables[at].commit(changes)
             assert set(verdicts) <= {Verdict.DONE, Verdict.BUSY, Verdict.GONE}
             return [c.flight for c, v in zip(changes, verdicts, strict=True) if v is Verdict.DONE]
@@ -1150,9 +1154,11 @@ def test_counts_add_up_at_every_moment(opener: Opener, store: Store, table: Fano
 
     with ThreadPoolExecutor(4) as pool:
         watching = pool.submit(watch)
-        for one in [pool.submit(disturb, seed) for seed in range(3)]:
-            one.result(60)
-        stop.set()
+        try:
+            for one in [pool.submit(disturb, seed) for seed in range(3)]:
+                one.result(60)
+        finally:
+            stop.set()
         watching.result(30)
     assert sums == {120}
     check(table, store, {added.campaign: set(vins)})
@@ -1206,13 +1212,63 @@ def test_a_payload_is_never_collected_from_under_a_batch(opener: Opener, store: 
 
     with ThreadPoolExecutor(3) as pool:
         collecting = pool.submit(collect)
-        for one in [pool.submit(publish, seed) for seed in range(2)]:
-            one.result(60)
-        stop.set()
+        try:
+            for one in [pool.submit(publish, seed) for seed in range(2)]:
+                one.result(60)
+        finally:
+            stop.set()
         collecting.result(30)
     while table.collect(table.now() + 3600, table.now() + 3600, 0.0, 100):
         pass
     assert all(table.payload_number(hashlib.sha1(one).digest()) is None for one in data), "none is left behind"
+
+
+@pytest.mark.parametrize("url", ["postgres"], indirect=True)
+def test_nodes_wait_for_each_other_but_never_in_a_circle(
+    opener: Opener, store: Store, table: FanoutTable, sha1: bytes
+) -> None:
+    other = table.put_payload(b"other")
+    vins = [f"v{n:03}" for n in range(80)]
+    epochs = connect(store, *(f"client-{vin}" for vin in vins))
+
+    def work(seed: int) -> None:
+        own, chance = opener(), random.Random(seed)
+        mine = own.fanout()
+        for _ in range(25):
+            some = sorted(chance.sample(vins, 70 if chance.random() < 0.3 else 20))
+            mine.add([NewBatch(f"task_a_{n}", chance.choice([sha1, other]), some) for n in chance.sample(range(4), 2)])
+            merge_all(mine, 25)
+            found = mine.look_up(chance.sample(vins, 40), 2)
+            changes: list[Change] = [Finish(one.in_flight, End.ACKED) for one in found.values() if one.in_flight]
+            for vin, one in found.items():
+                changes += [begin(row, epochs[f"client-{vin}"], node=str(seed)) for row in one.waiting]
+            chance.shuffle(changes)
+            mine.commit(changes)
+        own.close()  # what the server has counted of a connection is certain to be seen when it ends
+
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(work, seed) for seed in range(4)]:
+            one.result(90)
+    rows = store.database.ask(  # type: ignore[attr-defined]
+        lambda db: db.run("select deadlocks from pg_stat_database where datname = current_database()")
+    )
+    assert rows == [(0,)]
+
+
+# -- how it is done --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+def test_what_waits_takes_little_room(url: str, store: Store, table: FanoutTable) -> None:
+    chance = random.Random(0)
+    vins = sorted({f"WVW{chance.randrange(10**14):014}" for _ in range(50_000)})
+    sha1 = table.put_payload(chance.randbytes(16 << 10))
+    for at in range(0, len(vins), PART_IDS_MAX):
+        add(table, *vins[at : at + PART_IDS_MAX], sha1=sha1)
+    merge_all(table)
+    with store.database.read() as db:  # type: ignore[attr-defined]
+        pages, size = (db.execute(f"pragma {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    assert pages * size < len(vins) * 60 + 500_000
 
 
 # -- collection ------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ def store(url: str) -> Iterator[Store]:
 def test_its_parts_are_one_each(store: Store) -> None:
     assert store.log() is store.log()
     assert store.metadata() is store.metadata()
+    assert store.sessions() is store.sessions()
+    assert store.fanout() is store.fanout()
     store.log().create("one", shards=1)
     store.metadata().put("/a", b"1")
     assert list(store.log().logs()) == ["one"]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import ban, group, node, output, password, pipeline, session
+from holdfast.cli import ban, fanout, group, node, output, password, pipeline, session, vehicle
 from holdfast.errors import HoldfastError
 
 app = typer.Typer(
@@ -20,10 +20,13 @@ app = typer.Typer(
 )
 log_app = typer.Typer(no_args_is_help=True, help="Look at and look after the log.")
 app.add_typer(ban.app, name="ban")
+app.add_typer(fanout.app, name="fanout")
 app.add_typer(group.app, name="group")
 app.add_typer(node.app, name="node")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(session.app, name="session")
+app.add_typer(vehicle.app, name="vehicle")
+app.add_typer(vehicle.why_app, name="why")
 app.add_typer(log_app, name="log")
 app.add_typer(password.app, name="password")
 
@@ -41,7 +44,7 @@ def demo(
     kills: Annotated[int, typer.Option(min=0, help="How often the node is killed under load.")] = 2,
     spark: Annotated[bool, typer.Option(help="Also run the pipeline.")] = True,
 ) -> None:
-    """Vehicles, a durable subscriber, a shared group and the pipeline around a node that is killed; then an audit."""
+    """Vehicles, a subscriber, a group, a campaign and the pipeline around a node that is killed; then an audit."""
     from holdfast.demo import run, spark_is_there
 
     if spark and not spark_is_there():

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,18 @@ DEFAULT = "127.0.0.1:8083"
 
 def call(node: str, method: str, path: str, body: Any = None, token: str | None = None) -> Any:
     """The decoded answer; what the node refuses is a RequestError with its own words."""
+    with _asked(node, method, path, body, token) as answer:
+        return json.load(answer)
+
+
+def lines(node: str, path: str, token: str | None = None) -> Iterator[bytes]:
+    """Of a long answer, as they come."""
+    with _asked(node, "GET", path, None, token) as answer:
+        yield from answer
+
+
+@contextlib.contextmanager
+def _asked(node: str, method: str, path: str, body: Any, token: str | None) -> Iterator[Any]:
     request = urllib.request.Request(
         f"http://{node}/api/v1/{path}",
         method=method,
@@ -30,7 +43,7 @@ def call(node: str, method: str, path: str, body: Any = None, token: str | None 
     )
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+            yield answer
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
         with contextlib.suppress(ValueError):

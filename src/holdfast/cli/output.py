@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def table(rows: Sequence[Any], as_json: bool, title: str | None = None) -> None:
@@ -24,7 +25,8 @@ def table(rows: Sequence[Any], as_json: bool, title: str | None = None) -> None:
         numeric = bool(plain) and isinstance(plain[0][name], int) and not isinstance(plain[0][name], bool)
         shown.add_column(name.replace("_", " "), justify="right" if numeric else "left")
     for row in plain:
-        shown.add_row(*(_cell(value) for value in row.values()))
+        # Text, not markup: client ids and topics may have brackets in them.
+        shown.add_row(*(Text(clean(_cell(value))) for value in row.values()))
     console = Console()
     if not console.is_terminal:
         console.width = 200  # into a pipe or a file: nobody's window to fit
@@ -34,6 +36,16 @@ def table(rows: Sequence[Any], as_json: bool, title: str | None = None) -> None:
 def document(value: Any) -> None:
     """A whole answer as JSON."""
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def clean(text: str) -> str:
+    """What a client chose, fit for a terminal: nothing that moves the cursor or changes colours."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def line(text: str) -> None:
+    """One line for people."""
+    print(clean(text))
 
 
 def _json(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,5 +76,5 @@ def _cell(value: Any) -> str:
 
 
 def fail(error: Exception) -> NoReturn:
-    print(f"holdfast: {error}", file=sys.stderr)
+    print(f"holdfast: {clean(str(error))}", file=sys.stderr)
     sys.exit(1)

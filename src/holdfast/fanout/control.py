@@ -110,6 +110,8 @@ class Edit:
     end_at: str | None = None
     abort_failed_percent: float | None = None
     waves: list[Wave] | None = None
+    final: bool = False
+    """No batch may join it any more: waves by percentage begin."""
 
 
 Event = Looked | Cut | Pause | Resume | Cancel | Advance | Edit
@@ -123,6 +125,7 @@ class Save:
     """Compare and set; whoever is refused reads the row and begins anew."""
 
     campaign: Campaign
+    before: Campaign
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,7 @@ class CampaignControl:
         self._follow(now)
         if self.campaign != before:
             self.campaign = replace(self.campaign, version=before.version + 1)
-            effects.insert(0, Save(self.campaign))
+            effects.insert(0, Save(self.campaign, before))
         return effects
 
     # -- moves -----------------------------------------------------------------------------------------------
@@ -322,13 +325,18 @@ class CampaignControl:
     def _edit(self, edit: Edit, now: float) -> None:
         if self.campaign.state not in (State.RUNNING, State.PAUSED):
             raise Conflict(f"campaign {self.campaign.request_id}/{self.campaign.number} is {self.campaign.state}")
-        changes = {name: value for name in edit.__slots__ if (value := getattr(edit, name)) is not None}
+        changes = {
+            name: value for name in edit.__slots__ if name != "final" and (value := getattr(edit, name)) is not None
+        }
         if "waves" in changes and len(changes["waves"]) != len(self._options.waves):
             raise Conflict("waves: their thresholds can be edited, not how many there are")
         if edit.end_at is not None:
             parse_time("end_at", edit.end_at)
-        self._options = replace(self._options, **changes)
-        self._remember(options=self._options)
+        if changes:
+            self._options = replace(self._options, **changes)
+            self._remember(options=self._options)
+        if edit.final:
+            self.campaign = replace(self.campaign, open=False)
 
 
 def memory_of(campaign: Campaign) -> Memory:

@@ -28,7 +28,8 @@ from holdfast.fanout.vehicles import Vehicle
 from holdfast.machine import Tick
 
 LOOK_MAX = 500
-COMMIT_MAX = 500
+COMMIT_MAX = 250
+"""In one transaction, some 5 ms: publishers wait for it where a store has one writer."""
 FIRST_LIMIT, DEEPER = 4, 8
 """So many that wait are looked at for each vehicle; so many times more if none of them can go."""
 LIMIT_MAX = 2_048
@@ -116,13 +117,19 @@ class CommitFailed:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Acked:
+class Ack(NamedTuple):
     """The vehicle has answered the delivery that stands at this place, in whatever attempt."""
 
     vin: str
     place: int
     reason: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """Answers, each vehicle's in the order they came."""
+
+    acks: Sequence[Ack]
     store_now: float
 
 
@@ -290,6 +297,8 @@ class Dispatcher:
         self._due: list[tuple[float, str]] = []
         self._numbers = 0
         self._effects: list[Effect] = []
+        self.unmatched = 0
+        """Answers that settled nothing."""
 
     # -- for whoever asks ------------------------------------------------------------------------------------
 
@@ -333,8 +342,9 @@ class Dispatcher:
                 self._committed(event, now)
             case CommitFailed(number):
                 self._commit_failed(number, now)
-            case Acked(vin, place, reason, store_now):
-                self._acked(vin, place, reason, store_now, now)
+            case Acked(acks, store_now):
+                for vin, place, reason in acks:
+                    self._acked(vin, place, reason, store_now)
             case Unsendable(vin, place, reason):
                 self._unsendable(vin, place, reason, now)
             case Resulted(finish):
@@ -702,16 +712,18 @@ class Dispatcher:
 
     # -- what the vehicle says -------------------------------------------------------------------------------
 
-    def _acked(self, vin: str, place: int, reason: int, store_now: float, now: float) -> None:
+    def _acked(self, vin: str, place: int, reason: int, store_now: float) -> None:
         slot = self._slots.get(vin)
         if slot is None:
+            self.unmatched += 1
             return
         if slot.step in (Step.LOOKING, Step.RESTING) and slot.past is not None and slot.past.place == place:
             if reason < 0x80 or reason in FINAL_REASONS:
                 self._settle_past(slot, slot.past, reason, store_now)
             return
         if slot.flight is None or slot.flight.place != place:
-            return  # late, doubled, or of another
+            self.unmatched += 1  # late, doubled, or of another
+            return
         if slot.step is Step.RETURNING:
             if reason < 0x80 or reason in FINAL_REASONS:
                 slot.answered = reason

@@ -24,6 +24,8 @@ IDS_MAX = 100_000
 """In one JSON request; more are sent as a stream."""
 REQUEST_ID_BYTES_MAX = 128
 KEY_BYTES_MAX = 200
+INT_MAX = (1 << 31) - 1
+"""More than any store has vehicles or campaigns; columns hold it."""
 EXPIRES_SECS_MAX = 10 * 366 * 86_400.0
 _REQUEST_ID = re.compile(r"task_[^/+#\0]+_[0-9]{1,9}")
 _NOT_IN_VIN = re.compile(r"[/+#\0]")
@@ -37,10 +39,10 @@ class Wave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """One wave: a share of the vehicles, or so many, and what must be true before the next one begins."""
 
     percent: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    vehicles: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    vehicles: Annotated[int, msgspec.Meta(gt=0, le=INT_MAX)] | None = None
     acked_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     """So many of those that have ended must be acked."""
-    min_ended: Annotated[int, msgspec.Meta(ge=0)] = 0
+    min_ended: Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)] = 0
     pause_secs: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     timeout_secs: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
@@ -57,7 +59,7 @@ class DailyWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 class CampaignOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the first batch of a campaign may ask of it."""
 
-    number: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    number: Annotated[int, msgspec.Meta(ge=1, le=INT_MAX)] | None = None
     """Which campaign of the request id the batch belongs to."""
     start_at: str | None = None
     end_at: str | None = None
@@ -65,10 +67,10 @@ class CampaignOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     rate_per_sec: Annotated[float, msgspec.Meta(gt=0)] | None = None
     ramp_secs: Annotated[float, msgspec.Meta(gt=0)] | None = None
     bytes_per_sec: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    in_flight_max: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    in_flight_max: Annotated[int, msgspec.Meta(gt=0, le=INT_MAX)] | None = None
     waves: list[Wave] = msgspec.field(default_factory=list)
     abort_failed_percent: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    abort_min_ended: Annotated[int, msgspec.Meta(ge=1)] = 20
+    abort_min_ended: Annotated[int, msgspec.Meta(ge=1, le=INT_MAX)] = 20
     result: bool = False
     """Success means a result that says so, not an acknowledgement."""
     paused: bool = False
@@ -260,6 +262,21 @@ def options_of(campaign: Campaign) -> CampaignOptions:
     return msgspec.json.decode(campaign.settings, type=CampaignOptions) if campaign.settings else CampaignOptions()
 
 
+def parse_waves(given: Sequence[object]) -> list[Wave]:
+    try:
+        waves = msgspec.convert(given, list[Wave])
+    except msgspec.ValidationError as error:
+        raise Unprocessable(f"waves: {error}") from error
+    check_waves(waves)
+    return waves
+
+
+def check_waves(waves: Iterable[Wave]) -> None:
+    for wave in waves:
+        if (wave.percent is None) == (wave.vehicles is None):
+            raise Unprocessable("waves: give percent or vehicles for each of them, one of the two")
+
+
 def first_state(options: CampaignOptions, resend: str, now: float) -> Campaign:
     """What a campaign that begins with these options is like. RequestError if they cannot be kept."""
     start = parse_time("start_at", options.start_at) if options.start_at is not None else now
@@ -268,9 +285,7 @@ def first_state(options: CampaignOptions, resend: str, now: float) -> Campaign:
     for window in options.windows:
         if parse_daytime(window.begin) == parse_daytime(window.end):
             raise Unprocessable(f"windows: from {window.begin} to {window.end} is no time at all")
-    for wave in options.waves:
-        if (wave.percent is None) == (wave.vehicles is None):
-            raise Unprocessable("waves: give percent or vehicles for each of them, one of the two")
+    check_waves(options.waves)
     # Whoever controls campaigns opens the ones that have to wait for something.
     held = bool(options.paused or start > now or options.windows or options.waves)
     return Campaign(

@@ -237,6 +237,9 @@ class FanoutTable(Protocol):
         If a run has begun, exactly its parts; else as many whole parts as have up to `ids_max` VINs, at least one.
         """
 
+    def unmerged_of(self, campaign: int) -> int:
+        """How many of its vehicles are in parts that are not merged: they cannot be found by their VINs yet."""
+
     def merge_step(self, step: MergeStep) -> Merged | None:
         """One transaction. None: the run is not where the caller believes; look again with `unmerged`.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from shlex import quote
 
 from holdfast.fanout.control import memory_of
-from holdfast.fanout.nouns import Awaiting, Campaign, InFlight, State, Waiting, ticket_of
+from holdfast.fanout.nouns import Awaiting, Campaign, InFlight, State, Waiting, lane_of, ticket_of
 from holdfast.fanout.requests import options_of
 from holdfast.fanout.vehicles import Vehicle
 
@@ -34,7 +35,7 @@ class Known:
     vehicle: Vehicle | None
     """If it is connected to the node that answers, and subscribed."""
     connected_as: str | None
-    """Its client id, if a session with its VIN for a client id is connected, subscribed or not."""
+    """The client id of a session that is connected here and known to be its, subscribed or not."""
     elsewhere: str | None
     """The node it is connected to, if that is another one."""
     now: float
@@ -54,7 +55,7 @@ def why(known: Known) -> Answer:
             name = _name(known, first.campaign)
             return Answer("awaiting_result", f"it has {name}, whose result is awaited until {_time(first.until)}")
         return Answer("nothing", f"nothing waits for {known.vin}")
-    reasons = [_of_one(known, delivery) for delivery in known.waiting]
+    reasons = _of_all(known)
     if known.vehicle is not None and all(reason is not None for reason in reasons):
         return next(reason for reason in reasons if reason is not None)
     if known.elsewhere is not None:
@@ -63,11 +64,27 @@ def why(known: Known) -> Answer:
         return Answer(
             "not_subscribed",
             f"{known.connected_as} is connected, and not subscribed to its requests with QoS 1",
-            f"holdfast session show {known.connected_as}",
+            f"holdfast session show {quote(known.connected_as)}",
         )
     if known.vehicle is None:
-        return Answer("offline", f"{known.vin} is not connected; {len(known.waiting)} wait for it")
+        return Answer(
+            "offline",
+            f"{known.vin} is not connected; {_many(len(known.waiting), 'delivery waits', 'deliveries wait')} for it",
+        )
     return Answer("moving", "its next delivery is being sent")
+
+
+def _of_all(known: Known) -> list[Answer | None]:
+    """For each that waits. One that was refused and waits for its next attempt blocks those behind it in its lane."""
+    found: list[Answer | None] = []
+    blocked: dict[int, Answer] = {}
+    for delivery in known.waiting:
+        answer = _of_one(known, delivery)
+        lane = lane_of(delivery.place)
+        if answer is not None and answer.reason == "backing_off":
+            blocked.setdefault(lane, answer)
+        found.append(answer or blocked.get(lane))
+    return found
 
 
 def _of_one(known: Known, delivery: Waiting) -> Answer | None:
@@ -76,7 +93,7 @@ def _of_one(known: Known, delivery: Waiting) -> Answer | None:
     if campaign is None:
         return Answer("unknown", f"its campaign {delivery.campaign} is not there any more")
     name = f"{campaign.request_id}/{campaign.number}"
-    order = f"{campaign.request_id} --number {campaign.number}"
+    order = f"{quote(campaign.request_id)} --number {campaign.number}"
     if campaign.state is State.CANCELLED:
         return Answer("cancelled", f"campaign {name} was cancelled, and what waits of it is being ended")
     if campaign.state is State.PAUSED:
@@ -93,7 +110,8 @@ def _of_one(known: Known, delivery: Waiting) -> Answer | None:
         )
     if delivery.not_before > known.now:
         return Answer(
-            "backing_off", f"{name} was refused {delivery.attempts} times; next try {_time(delivery.not_before)}"
+            "backing_off",
+            f"{name} was refused {_many(delivery.attempts, 'time', 'times')}; next try {_time(delivery.not_before)}",
         )
     if known.vehicle is not None and not known.vehicle.takes(campaign.request_id):
         asked = ", ".join(sorted(known.vehicle.requests or ()))
@@ -112,13 +130,19 @@ def _not_sending(campaign: Campaign, name: str, order: str, now: float) -> Answe
         return Answer("outside_window", f"campaign {name} sends only between {windows} UTC")
     if campaign.waved:
         why_so = campaign.reason or "its waves are being made"
-        return Answer("waves_wait", f"campaign {name}: {why_so}", f"holdfast fanout send {order} --final")
+        return Answer(
+            "waves_wait", f"campaign {name}: {why_so}", f"holdfast fanout edit {order} --final" if campaign.open else ""
+        )
     return Answer("not_sending", f"campaign {name} is not sending: {campaign.reason or 'it is about to'}")
 
 
 def _name(known: Known, campaign_id: int) -> str:
     campaign = known.campaigns.get(campaign_id)
     return f"{campaign.request_id}/{campaign.number}" if campaign is not None else f"campaign {campaign_id}"
+
+
+def _many(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"
 
 
 def _time(seconds: float) -> str:

@@ -133,6 +133,9 @@ class BatchMembers:
         mine.add(name)
         return Reason.GRANTED_QOS_0
 
+    def is_read(self, topic_filter: str) -> bool:
+        return False
+
     def unsubscribe(self, client: ControlClient, topic: str) -> bool:
         """An UNSUBSCRIBE; whether there was such a subscription."""
         mine = self._of_client.get(client, set())

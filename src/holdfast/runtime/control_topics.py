@@ -5,6 +5,7 @@ A handler registers its prefix once; connections and subscriptions ask the table
     handler = control_topics.handler(topic)       None: an ordinary topic
     handler.publish(client, topic, …, answer)     a PUBLISH: answered at once or later
     handler.subscribe(client, topic, start, key)  a SUBSCRIBE: the reason code for the SUBACK
+    handler.is_read(topic)                        whether what is under it is in the log, and read like anything else
     handler.unsubscribe(client, topic)            an UNSUBSCRIBE: whether there was such a subscription
     control_topics.gone(client)                   the connection is over: every handler is told
 
@@ -50,6 +51,8 @@ class ControlHandler(Protocol):
 
     def unsubscribe(self, client: ControlClient, topic: str) -> bool: ...
 
+    def is_read(self, topic_filter: str) -> bool: ...
+
     def gone(self, client: ControlClient) -> None: ...
 
 
@@ -75,6 +78,11 @@ class ControlTopics:
             if topic.startswith(prefix):
                 return handler
         return None
+
+    def reader(self, topic_filter: str) -> ControlHandler | None:
+        """Who answers a SUBSCRIBE or UNSUBSCRIBE; None: it is an ordinary one."""
+        handler = self.handler(topic_filter)
+        return None if handler is None or handler.is_read(topic_filter) else handler
 
     def gone(self, client: ControlClient) -> None:
         for handler in self._handlers.values():

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
-from holdfast.errors import BrokenInvariant, HoldfastError
+from holdfast.errors import HoldfastError
 from holdfast.fanout import dispatcher as fd
 from holdfast.fanout.nouns import Campaign, InFlight, Sent
 from holdfast.fanout.results import correlation_of
@@ -46,6 +46,7 @@ PAYLOAD_BYTES_KEPT = 64 << 20
 HEARTBEAT_SECS = 1.0
 """A vehicle's heartbeats are worth a look so often."""
 HELD_SECS = 0.25
+PUBLISHED_AT_ONCE = 50
 T = TypeVar("T")
 
 
@@ -118,6 +119,9 @@ class _Shard:
         self.armed = inf
         self.events: deque[fd.Event] = deque()
         self.busy = False
+        self.publishes: deque[tuple[fd.Publish, _Taken]] = deque()
+        self.publishing = False
+        """What is to be sent, a few in each turn of the loop."""
         self.taken: dict[str, _Taken] = {}
         """Packet ids of deliveries that are being recorded, by VIN."""
 
@@ -155,6 +159,8 @@ class FanoutHost:
         """Clients that are vehicles, or were on this connection."""
         self._looked: dict[str, float] = {}
         """When a vehicle's heartbeat last had something looked up."""
+        self._acks: list[fd.Ack] = []
+        """Answers of this turn of the loop."""
         self._held: list[tuple[fd.Publish, _Taken]] = []
         """What could not be sent because this node may serve nobody just now."""
         self.sent = self.answered = 0
@@ -172,6 +178,10 @@ class FanoutHost:
     def vehicle(self, vin: str) -> Vehicle | None:
         """If it is connected here."""
         return self._shard(vin).machine.vehicles.get(vin)
+
+    def connected_as(self, vin: str) -> str | None:
+        """The client that is this vehicle's, subscribed with QoS 1 or not. For people: it looks at every client."""
+        return next((client_id for client_id, client in self._of_client.items() if vin in client.vins), None)
 
     def vehicles(self) -> int:
         return sum(len(shard.machine.vehicles) for shard in self._shards)
@@ -307,15 +317,35 @@ class FanoutHost:
             self._replace(shard)
             return
         for effect in effects:
+            if isinstance(effect, fd.Publish):
+                # With the packet id that was taken for it: until it is sent, another one may be taken for its vehicle.
+                shard.publishes.append((effect, shard.taken.pop(effect.vehicle.vin)))
+                continue
             try:
                 self._perform(shard, effect)
             except Exception:
                 logger.exception("fan-out could not perform %s", type(effect).__name__)
+        if shard.publishes and not shard.publishing:
+            shard.publishing = True
+            self._publish_some(shard)
+
+    def _publish_some(self, shard: _Shard) -> None:
+        """A few in each turn of the loop: others want theirs, too."""
+        for _ in range(min(PUBLISHED_AT_ONCE, len(shard.publishes))):
+            effect, taken = shard.publishes.popleft()
+            try:
+                self._send(effect, taken)
+            except Exception:
+                logger.exception("fan-out could not send to %s", effect.vehicle.vin)
+        shard.publishing = bool(shard.publishes)
+        if shard.publishing:
+            self._loop.call_soon(self._publish_some, shard)
 
     def _replace(self, shard: _Shard) -> None:
         before, waiting = shard.machine, list(shard.events)
         shard.machine = fd.Dispatcher(self.node_id, self._chosen)
         shard.events.clear()
+        shard.publishes.clear()
         for taken in shard.taken.values():
             taken.window.drop(taken.packet_id)
         shard.taken.clear()
@@ -349,8 +379,6 @@ class FanoutHost:
                 asked.add_done_callback(lambda done: self._looked_up(shard, machine, number, done))
             case fd.Commit(number, changes):
                 self._commit(shard, number, changes)
-            case fd.Publish():
-                self._publish(shard, effect)
             case fd.Refused(vin, place):
                 taken = shard.taken.get(vin)
                 if taken is not None and taken.place == place:
@@ -459,12 +487,6 @@ class FanoutHost:
 
     # -- sending ---------------------------------------------------------------------------------------------
 
-    def _publish(self, shard: _Shard, effect: fd.Publish) -> None:
-        taken = shard.taken.pop(effect.vehicle.vin, None)
-        if taken is None or taken.place != effect.flight.place:
-            raise BrokenInvariant(f"no packet id was taken for {effect.vehicle.vin}")
-        self._send(effect, taken)
-
     def _send(self, effect: fd.Publish, taken: _Taken) -> None:
         vehicle, flight = effect.vehicle, effect.flight
         connection = self._sessions.connections.get(vehicle.client_id)
@@ -524,7 +546,19 @@ class FanoutHost:
 
     def _acked(self, vin: str, place: int, reason: int) -> None:
         self.answered += 1
-        self._give(vin, fd.Acked(vin, place, reason, self.now))
+        if not self._acks:
+            self._loop.call_soon(self._give_acks)
+        self._acks.append(fd.Ack(vin, place, reason))
+
+    def _give_acks(self) -> None:
+        """All that came in one turn, as one event for each dispatcher."""
+        acks, self._acks = self._acks, []
+        shares: list[list[fd.Ack]] = [[] for _ in self._shards]
+        for ack in acks:
+            shares[_number(ack.vin) % len(shares)].append(ack)
+        for shard, share in zip(self._shards, shares, strict=True):
+            if share:
+                self._give_to(shard, fd.Acked(share, self.now))
 
     def resulted(self, finish: Finish) -> None:
         """A vehicle has said how it went, before it has acknowledged it; that is stored."""
@@ -546,6 +580,11 @@ class FanoutHost:
         if not all(shard.machine.idle for shard in self._shards):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._settled.wait(), seconds)
+
+    @property
+    def unmatched(self) -> int:
+        """Answers that no delivery waited for: late, doubled, or of one that has ended."""
+        return sum(shard.machine.unmatched for shard in self._shards)
 
     def close(self) -> None:
         self._closed = True

@@ -56,6 +56,7 @@ class FanoutAdmin:
         counts = self._table.counts([campaign.id]).get(campaign.id, Counts())
         found = campaign_row(campaign, counts)
         found["repeated"] = self._table.repeated(campaign.id)
+        found["unmerged"] = self._table.unmerged_of(campaign.id)
         found["failures"] = self._table.reasons(campaign.id)
         memory = fc.memory_of(campaign)
         options = memory.options or options_of(campaign)
@@ -144,11 +145,12 @@ class FanoutAdmin:
     async def vehicle(self, vin: str) -> dict[str, Any]:
         known = await self._known(check_vin(vin))
         ended = await self._host.ask(self._history, vin)
+        here = known.vehicle.client_id if known.vehicle is not None else known.connected_as
         return {
             "vin": vin,
-            "connected": known.vehicle is not None or known.elsewhere is not None,
-            "client_id": known.vehicle.client_id if known.vehicle is not None else known.connected_as,
-            "node": known.elsewhere or (self._host.node_id if known.vehicle is not None else None),
+            "connected": here is not None or known.elsewhere is not None,
+            "client_id": here,
+            "node": self._host.node_id if here is not None else known.elsewhere,
             "in_flight": _delivery(known, known.in_flight) if known.in_flight is not None else None,
             "waiting": [_delivery(known, one) for one in known.waiting],
             "awaiting_result": [
@@ -185,7 +187,7 @@ class FanoutAdmin:
             awaiting,
             campaigns,
             vehicle,
-            vin if owner == self._host.node_id else None,
+            self._host.connected_as(vin) or (vin if owner == self._host.node_id else None),
             None if here or vehicle is not None else owner,
             self._host.now,
         )

@@ -2,6 +2,7 @@
 
     $fanout/request        a request, as JSON; its PUBACK means that it is durable
     $fanout/data/{sha1}    a payload, to be referred to by later requests
+    $fanout/events/…       what happens to campaigns, for whoever subscribes: `fanout_events.py`
 
 While one transaction is under way the next one fills up. What was added is merged in steps, with a rest after each, and
 whoever has something new is triggered.
@@ -20,7 +21,7 @@ from holdfast.auth.identity import Identity
 from holdfast.errors import HoldfastError, RequestError
 from holdfast.fanout import requests
 from holdfast.fanout.merge import RUN_IDS_MAX, steps
-from holdfast.fanout.nouns import Hint
+from holdfast.fanout.nouns import Hint, State
 from holdfast.fanout.requests import Checked
 from holdfast.fanout.table import Added, MergeStep
 from holdfast.groups.protocol.nouns import Key
@@ -28,6 +29,7 @@ from holdfast.model import Start
 from holdfast.mqtt.reasons import Reason
 from holdfast.runtime.control_topics import Answer, ControlClient
 from holdfast.runtime.fanout import FanoutHost
+from holdfast.runtime.fanout_events import EVENTS, FanoutEvents
 
 logger = logging.getLogger("holdfast.fanout")
 
@@ -38,6 +40,7 @@ WAITING_MAX = 10_000
 """More requests than this do not wait for the store."""
 REST_SHARE = 1.0
 """After a step of a merge, as long as it took: publishers wait for the same writer."""
+SWITCHED_OFF = "fan-out is switched off on this node (fanout.enabled)"
 REFUSALS_KEPT = 1_000
 REFUSAL_SECS_FIRST, REFUSAL_SECS_MAX = 0.1, 30.0
 
@@ -55,8 +58,10 @@ class FanoutIntake:
         host: FanoutHost,
         may_publish: Callable[[Identity, str], bool],
         tell_others: Callable[[Hint], None],
+        events: FanoutEvents,
         enabled: bool,
     ):
+        self._events = events
         self._host, self._may_publish, self._tell_others, self._enabled = host, may_publish, tell_others, enabled
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Waiting] = []
@@ -71,7 +76,7 @@ class FanoutIntake:
         if client.identity is None or not self._may_publish(client.identity, topic):
             answer(Reason.NOT_AUTHORIZED, "")
         elif not self._enabled:
-            answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, "fan-out is switched off on this node", end=True)
+            answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, SWITCHED_OFF, end=True)
         elif retain:
             answer(Reason.IMPLEMENTATION_SPECIFIC_ERROR, f"{topic} is not a topic that keeps anything", end=True)
         elif topic == REQUEST:
@@ -122,12 +127,20 @@ class FanoutIntake:
     def unsubscribe(self, client: ControlClient, topic: str) -> bool:
         return False
 
+    def is_read(self, topic_filter: str) -> bool:
+        return topic_filter.startswith(EVENTS)
+
     def gone(self, client: ControlClient) -> None: ...
 
     # -- adding ----------------------------------------------------------------------------------------------
 
+    def check_enabled(self) -> None:
+        if not self._enabled:
+            raise RequestError(SWITCHED_OFF)
+
     async def put_payload(self, data: bytes, name: str) -> bytes:
         """`name`: the SHA-1 that its sender believes it has."""
+        self.check_enabled()
         sha1 = requests.check_data(data)
         if requests.parse_sha1(name) != sha1:
             raise RequestError(f"the payload's SHA-1 is {sha1.hex()}, not {name}")
@@ -135,6 +148,7 @@ class FanoutIntake:
 
     async def add(self, checked: Checked) -> Added:
         """A request is durable when this returns. RequestError: it is refused, and nothing of it is stored."""
+        self.check_enabled()
         if len(self._waiting) >= WAITING_MAX:
             raise HoldfastError("too many fan-out requests wait for the store")
         answer: asyncio.Future[Added] = self._loop.create_future()
@@ -174,6 +188,10 @@ class FanoutIntake:
         waiting.answer.set_result(answer)
         if answer.repeated:
             return
+        if answer.began:
+            batch = waiting.checked.batch
+            state = batch.begin.state if batch.begin is not None else State.RUNNING
+            self._events.say(batch.request_id, answer.number, state, "it began")
         if answer.merged:
             self._host.trigger(waiting.checked.batch.ids)
             self._tell_others(Hint(merged=True))

@@ -18,6 +18,7 @@ from holdfast.fanout import control as fc
 from holdfast.fanout.nouns import Campaign, Counts, End, Hint, InFlight, State, Waiting, ticket_of
 from holdfast.fanout.table import Change, FanoutTable, Finish, Part, Return
 from holdfast.runtime.fanout import FanoutHost
+from holdfast.runtime.fanout_events import FanoutEvents
 from holdfast.settings import FanoutSettings
 
 logger = logging.getLogger("holdfast.fanout")
@@ -28,6 +29,7 @@ CHANGES_AT_ONCE = 250
 """In one transaction: publishers wait for the same writer."""
 REST_SHARE = 2.0
 """After a step of upkeep, so many times as long as it took."""
+MERGE_LOOK_SECS = 0.05
 UPLOAD_SECS = 3_600.0
 KEY_SECS = 7 * 86_400.0
 PAYLOAD_SECS = 3_600.0
@@ -49,7 +51,9 @@ class FanoutKeeper:
         alive_leases: Callable[[], set[int]],
         look_for_unmerged: Callable[[], None],
         tell_others: Callable[[Hint], None],
+        events: FanoutEvents,
     ):
+        self._events = events
         self._node_id, self._settings, self._host = node_id, settings, host
         self._table: FanoutTable = host.table
         self._alive_leases, self._look_for_unmerged, self._tell_others = alive_leases, look_for_unmerged, tell_others
@@ -154,9 +158,10 @@ class FanoutKeeper:
         """None: somebody else has changed it meanwhile."""
         for effect in effects:
             match effect:
-                case fc.Save(campaign):
+                case fc.Save(campaign, before):
                     if not await self._host.change(self._table.change_campaign, campaign, epoch):
                         return None
+                    self._events.changed(before, campaign)
                     self.changed(Hint(campaigns=(campaign.id,)))
                 case fc.CutWaves():
                     tickets = await self._tickets(machine.campaign)
@@ -179,9 +184,20 @@ class FanoutKeeper:
         async for part in self._parts(campaign.id):
             here = wanted.intersection(part.ids)
             if here:
+                await self._until_merged(part)
                 waiting = await self._host.ask(self._table.waiting_of, part, here)
                 ended += await self._finish(waiting, End.CANCELLED, reason)
         return ended
+
+    async def _until_merged(self, part: Part) -> None:
+        """Until then nobody would find what waits of it."""
+        while not part.merged:
+            self._look_for_unmerged()
+            await asyncio.sleep(MERGE_LOOK_SECS)
+            parts = await self._host.ask(self._table.parts_of, part.campaign, part.number - 1, 1)
+            if not parts or parts[0].number != part.number:
+                return  # its campaign was collected meanwhile
+            (part,) = parts
 
     async def retire(self, vin: str, reason: str) -> int:
         """A vehicle that will never come: everything that waits for it ends; how many."""

@@ -41,6 +41,22 @@ class Metrics(Collector):
             "holdfast_subscriptions", "Subscriptions of connected sessions", value=len(node.delivery.machine.live)
         )
         yield GaugeMetricFamily("holdfast_retained", "Retained messages", value=len(node.delivery.machine.retained))
+        fanout, results = node.fanout, node.fanout_results
+        yield GaugeMetricFamily("holdfast_fanout_vehicles", "Vehicles connected to this node", value=fanout.vehicles())
+        yield CounterMetricFamily("holdfast_fanout_sent", "Deliveries sent to vehicles", value=fanout.sent)
+        yield CounterMetricFamily("holdfast_fanout_answered", "Deliveries answered by vehicles", value=fanout.answered)
+        yield CounterMetricFamily(
+            "holdfast_fanout_unmatched_acks", "Answers to nothing in flight", value=fanout.unmatched
+        )
+        yield CounterMetricFamily(
+            "holdfast_fanout_results", "Results of vehicles that were settled", value=results.settled
+        )
+        yield CounterMetricFamily(
+            "holdfast_fanout_unmatched_results", "Results that belong to no delivery", value=results.unmatched
+        )
+        yield CounterMetricFamily(
+            "holdfast_fanout_collected", "Rows removed because they are old", value=node.fanout_keeper.collected
+        )
         heads = GaugeMetricFamily("holdfast_stream_messages", "Messages in a stream", labels=["stream"])
         for stream, head in node.delivery.heads.items():
             heads.add_metric([str(stream)], head)

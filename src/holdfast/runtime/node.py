@@ -28,6 +28,7 @@ from holdfast.runtime.delivery import DeliveryHost
 from holdfast.runtime.drain import DrainHost
 from holdfast.runtime.fanout import FanoutHost
 from holdfast.runtime.fanout_admin import FanoutAdmin
+from holdfast.runtime.fanout_events import FanoutEvents
 from holdfast.runtime.fanout_intake import PREFIX as FANOUT
 from holdfast.runtime.fanout_intake import FanoutIntake
 from holdfast.runtime.fanout_keeper import FanoutKeeper
@@ -154,8 +155,9 @@ class Node:
         )
         self.groups.register("session", self.sessions.deliver)
         self.fanout = FanoutHost(self.node_id, settings.fanout, self.store.fanout(), self.sessions, self.notices)
+        events = FanoutEvents(self.ingest.publish_one)
         self.fanout_intake = FanoutIntake(
-            self.fanout, self.auth.acl.may_publish, self._tell_nodes, settings.fanout.enabled
+            self.fanout, self.auth.acl.may_publish, self._tell_nodes, events, settings.fanout.enabled
         )
         self.fanout_keeper = FanoutKeeper(
             self.node_id,
@@ -164,6 +166,7 @@ class Node:
             self._alive_leases,
             self.fanout_intake.look_for_unmerged,
             self._tell_nodes,
+            events,
         )
         self.fanout_results = FanoutResults(self.fanout, self.fanout_keeper, self.log, self.metadata)
         self.fanout_admin = FanoutAdmin(self.fanout, self.fanout_keeper, self.log, self.rows.table)

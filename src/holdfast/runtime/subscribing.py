@@ -104,7 +104,7 @@ class Subscribing:
                 await asyncio.sleep(0)  # a long packet must not keep the others waiting
             if connection.session is not session:
                 return b"", _nothing  # it went meanwhile, and may be back: what it did not hear of it asks for again
-            if (handler := self._control.handler(request.filter)) is not None:
+            if (handler := self._control.reader(request.filter)) is not None:
                 reasons.append(handler.subscribe(connection, request.filter, start, key))
                 continue
             reason = self._check_subscription(connection, session, request)
@@ -273,7 +273,7 @@ class Subscribing:
             return b"", _nothing
         reasons, gone = [], []
         for filter_text in packet.filters:
-            if (handler := self._control.handler(filter_text)) is not None:
+            if (handler := self._control.reader(filter_text)) is not None:
                 reasons.append(0x00 if handler.unsubscribe(connection, filter_text) else 0x11)
                 continue
             if is_shared(filter_text):

@@ -34,7 +34,7 @@ class WaitingRow(NamedTuple):
     ticket: int | None
     attempts: int = 0
     not_before: float = 0.0
-    sent: bytes | None = None
+    sent: str | None = None
 
 
 class FlightRow(NamedTuple):
@@ -46,7 +46,7 @@ class FlightRow(NamedTuple):
     payload: int
     expires: float
     attempts: int
-    sent: bytes
+    sent: str
     epoch: int
     node: str
     lease: int
@@ -328,36 +328,58 @@ class Overlap(NamedTuple):
 
 def merge(rows: Iterable[tuple[str, int]], parts: Mapping[int, MergedPart], there: Overlap, moves: Moves) -> Merged:
     """Make these rows (VIN and part number) wait, as far as they are to. All were counted as waiting before."""
+    merging = _Merging(parts, there, moves)
+    targets, waiting, made = there.targets, there.waiting, moves.waiting
     vins: list[str] = []
-    repeated = 0
-    targets, waiting, request_ids = there.targets, there.waiting, there.request_ids
-    for part in parts.values():
-        request_ids[part.campaign] = part.request_id
-    for vin, number in sorted(rows):
-        place, campaign, request_id, resend, waved, state = parts[number]
-        earlier = [
-            row
-            for row in waiting.get(vin, ())
-            if row.campaign < campaign and request_ids.get(row.campaign) == request_id
-        ]
+    before = None
+    in_order = sorted(rows)
+    # Most vehicles are in one part only, and have nothing yet that matters to it.
+    for (vin, number), (next_vin, _) in zip(in_order, [*in_order[1:], ("", 0)], strict=False):
+        place, campaign, _, _, waved, state = parts[number]
+        if vin in (before, next_vin) or vin in waiting or state in _OVER or (targets and (vin, campaign) in targets):
+            if merging.add(vin, number) and vin != before:
+                vins.append(vin)
+                before = vin
+        else:
+            made[vin, place] = WaitingRow(vin, place, campaign, ticket_of(campaign, vin) if waved else None)
+            vins.append(vin)
+    return Merged(vins, merging.repeated)
+
+
+_OVER = (State.CANCELLED, State.CLOSED)
+
+
+class _Merging:
+    """Rows of vehicles that have something already."""
+
+    def __init__(self, parts: Mapping[int, MergedPart], there: Overlap, moves: Moves):
+        self._parts, self._there, self._moves = parts, there, moves
+        self._request_ids = there.request_ids | {part.campaign: part.request_id for part in parts.values()}
+        self.repeated = 0
+
+    def add(self, vin: str, number: int) -> bool:
+        """Does it wait?"""
+        (targets, waiting, _), moves = self._there, self._moves
+        place, campaign, request_id, resend, waved, state = self._parts[number]
+        queue = waiting.setdefault(vin, [])
+        earlier = [r for r in queue if r.campaign < campaign and self._request_ids.get(r.campaign) == request_id]
         if (vin, campaign) in targets or (earlier and resend == "ignore"):
             moves.repeat(campaign)
-            repeated += 1
-            continue
+            self.repeated += 1
+            return False
         targets.add((vin, campaign))
-        if state in (State.CANCELLED, State.CLOSED):
+        if state in _OVER:
             moves.end(Ended(vin, campaign, place, End.CANCELLED, state, 0), WAITING)
-            continue
-        if earlier and resend == "replace":
+            return False
+        if resend == "replace":
             for old in earlier:
-                waiting[vin].remove(old)
+                queue.remove(old)
                 moves.take_waiting(old[:2])
                 moves.end(Ended(vin, old.campaign, old.place, End.SUPERSEDED, "replaced", old.attempts), WAITING)
         row = WaitingRow(vin, place, campaign, ticket_of(campaign, vin) if waved else None)
         moves.waiting[vin, place] = row
-        waiting.setdefault(vin, []).append(row)
-        vins.append(vin)
-    return Merged(list(dict.fromkeys(vins)), repeated)
+        queue.append(row)
+        return True
 
 
 _NAMES = tuple(field.name for field in msgspec.structs.fields(Counts))
@@ -370,12 +392,12 @@ def counts_of(row: Iterable[int]) -> Counts:
 # -- as it is stored, and as it is seen ------------------------------------------------------------------
 
 
-def pack_sent(sent: Sent) -> bytes:
-    return msgspec.msgpack.encode((sent.client_id, sent.born, sent.packet_id))
+def pack_sent(sent: Sent) -> str:
+    return msgspec.json.encode(sent).decode()
 
 
-def sent_of(packed: bytes) -> Sent:
-    return Sent(*msgspec.msgpack.decode(packed))
+def sent_of(packed: str) -> Sent:
+    return Sent(*msgspec.json.decode(packed))
 
 
 def flight_row(flight: InFlight) -> FlightRow:

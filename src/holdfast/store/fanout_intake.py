@@ -278,9 +278,7 @@ def check_retry(campaign: Campaign | None, id_: int, vins: Sequence[str]) -> Cam
     if campaign is None:
         raise UnknownCampaign(f"there is no campaign with the id {id_}")
     if campaign.state in (State.CANCELLED, State.CLOSED):
-        raise RequestError(
-            f"campaign {campaign.number} of {campaign.request_id} is {campaign.state}: nothing is retried"
-        )
+        raise Conflict(f"campaign {campaign.number} of {campaign.request_id} is {campaign.state}: nothing is retried")
     if len(vins) > PART_IDS_MAX:
         raise RequestError(f"expected at most {PART_IDS_MAX} VINs, got {len(vins)}")
     return campaign

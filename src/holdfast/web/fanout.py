@@ -7,23 +7,30 @@ PUT  /api/v1/payloads/{sha1}            a payload, to be referred to as data_sha
 GET  /api/v1/fanout[/{request_id}[/{number}]]
 POST /api/v1/fanout/{request_id}[/{number}]/pause|resume|cancel|retry|advance|edit
 GET  /api/v1/fanout/{request_id}[/{number}]/deliveries
+POST /api/v1/fanout/dry-run, /api/v1/fanout/collect
 GET  /api/v1/vehicles/{vin}, /api/v1/why/vin/{vin}
+POST /api/v1/vehicles/{vin}/retire
+
+As everywhere over HTTP, the caller's role decides what it may do; the ACL is for topics.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 import pyarrow as pa
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
+from starlette.requests import ClientDisconnect
 
 from holdfast.auth.identity import Identity
-from holdfast.errors import RequestError
+from holdfast.errors import RequestError, Unprocessable
 from holdfast.fanout import control as fc
 from holdfast.fanout import requests
 from holdfast.fanout.nouns import End, State
@@ -38,31 +45,41 @@ STREAMED = (NDJSON, CSV)
 """Kinds that are taken in bit by bit, however large they are."""
 
 
-class Vins(BaseModel):
+Number = Annotated[int, Path(ge=1, le=requests.INT_MAX)]
+"""Of a campaign: which use of its request id it is."""
+
+
+class Vins(BaseModel, extra="forbid"):
     """Only these vehicles; without them, all of the campaign's."""
 
     vins: list[str] | None = Field(default=None, max_length=100_000)
 
 
-class EditBody(BaseModel, extra="forbid"):
+class EditBody(BaseModel, extra="forbid", allow_inf_nan=False):
     """What is given is changed; the rest stays."""
 
     rate_per_sec: float | None = Field(default=None, gt=0)
     bytes_per_sec: float | None = Field(default=None, gt=0)
-    in_flight_max: int | None = Field(default=None, gt=0)
+    in_flight_max: int | None = Field(default=None, gt=0, le=requests.INT_MAX)
     end_at: str | None = None
     abort_failed_percent: float | None = Field(default=None, gt=0, le=100)
+    waves: list[dict[str, Any]] | None = None
+    """As many as it has: what each must reach, for how long it pauses, when it times out."""
+    final: bool = False
+    """No batch may join it from now on."""
+
+    def event(self) -> fc.Edit:
+        given = self.model_dump(exclude={"waves"})
+        return fc.Edit(**given, waves=None if self.waves is None else requests.parse_waves(self.waves))
 
 
 def fanout_router(node: Node, reader: Any, publisher: Any, admin: Any) -> APIRouter:
     router = APIRouter(prefix="/api/v1")
 
     @router.post("/fanout", status_code=202)
-    async def send(request: Request, who: Identity = publisher) -> Response:
+    async def send(request: Request, _: Identity = publisher) -> Response:
         """A batch of vehicles and what they are to get. Durable when it is answered."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if not node.auth.acl.may_publish(who, "$fanout/request"):
-            raise RequestError("you may not publish to $fanout/request")
         if kind in (NDJSON, CSV, ARROW):
             return _json(_added(await _streamed(node, request, kind)), 202)
         body = await request.body()
@@ -88,7 +105,7 @@ def fanout_router(node: Node, reader: Any, publisher: Any, admin: Any) -> APIRou
     async def campaigns(
         _: Identity = reader,
         state: Annotated[list[State] | None, Query()] = None,
-        before: Annotated[int, Query(ge=0)] = 0,
+        before: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
         limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
     ) -> Response:
         """The newest first; `before`: the id of the last one of the page before."""
@@ -112,13 +129,13 @@ def fanout_router(node: Node, reader: Any, publisher: Any, admin: Any) -> APIRou
         return await _deliveries(node, request_id, None, state, reason, after, limit, format)
 
     @router.get("/fanout/{request_id}/{number:int}")
-    async def one(request_id: str, number: int, _: Identity = reader) -> Response:
+    async def one(request_id: str, number: Number, _: Identity = reader) -> Response:
         return _json(await node.fanout_admin.show(request_id, number))
 
     @router.get("/fanout/{request_id}/{number:int}/deliveries")
     async def deliveries(
         request_id: str,
-        number: int,
+        number: Number,
         _: Identity = reader,
         state: Annotated[list[End] | None, Query()] = None,
         reason: str | None = None,
@@ -134,7 +151,7 @@ def fanout_router(node: Node, reader: Any, publisher: Any, admin: Any) -> APIRou
             return _json(await order(request_id, None, wanted.vins if wanted is not None else None))
 
         @router.post(f"/fanout/{{request_id}}/{{number:int}}/{name}", name=f"{name} one")
-        async def of_one(request_id: str, number: int, wanted: Vins | None = None, _: Identity = admin) -> Response:
+        async def of_one(request_id: str, number: Number, wanted: Vins | None = None, _: Identity = admin) -> Response:
             return _json(await order(request_id, number, wanted.vins if wanted is not None else None))
 
     def plain(event: fc.Event) -> Any:
@@ -158,11 +175,11 @@ def fanout_router(node: Node, reader: Any, publisher: Any, admin: Any) -> APIRou
 
     @router.post("/fanout/{request_id}/edit")
     async def edit_newest(request_id: str, wanted: EditBody, _: Identity = admin) -> Response:
-        return _json(await node.fanout_admin.order(request_id, None, fc.Edit(**wanted.model_dump())))
+        return _json(await node.fanout_admin.order(request_id, None, wanted.event()))
 
     @router.post("/fanout/{request_id}/{number:int}/edit")
-    async def edit(request_id: str, number: int, wanted: EditBody, _: Identity = admin) -> Response:
-        return _json(await node.fanout_admin.order(request_id, number, fc.Edit(**wanted.model_dump())))
+    async def edit(request_id: str, number: Number, wanted: EditBody, _: Identity = admin) -> Response:
+        return _json(await node.fanout_admin.order(request_id, number, wanted.event()))
 
     @router.get("/vehicles/{vin}")
     async def vehicle(vin: str, _: Identity = reader) -> Response:
@@ -228,9 +245,10 @@ async def _lines(
 
 async def _streamed(node: Node, request: Request, kind: str) -> Added:
     """All or nothing: parts are staged where nobody sees them, and become visible with the request."""
+    node.fanout_intake.check_enabled()
     text = request.query_params.get("request")
     checked = requests.parse(text.encode(), node.fanout.now, streamed=True) if text is not None else None
-    upload, taken = secrets.token_hex(12), 0
+    upload, taken, digest = secrets.token_hex(12), 0, hashlib.sha256()
     waiting: list[str] = []
     async for some in _ids_of(request, kind):
         if checked is None:
@@ -239,6 +257,7 @@ async def _streamed(node: Node, request: Request, kind: str) -> Added:
             checked = requests.parse(some.pop(0).encode(), node.fanout.now, streamed=True)
         vins = [_vin_of_line(line) for line in some] if kind == NDJSON else some
         requests.check_vins(vins)
+        digest.update("".join(f"{vin}\0" for vin in vins).encode())
         waiting += vins
         taken += len(vins)
         if taken > IDS_STREAMED_MAX:
@@ -247,39 +266,52 @@ async def _streamed(node: Node, request: Request, kind: str) -> Added:
             part, waiting = waiting[:PART_IDS_MAX], waiting[PART_IDS_MAX:]
             await node.fanout.change(node.fanout.table.stage, upload, sorted(set(part)))
     if checked is None or not taken:
-        raise RequestError("ids: expected at least one, got none")
+        raise Unprocessable("ids: expected at least one, got none")
     if waiting:
         await node.fanout.change(node.fanout.table.stage, upload, sorted(set(waiting)))
-    batch = checked.batch._replace(upload=upload)
+    # The same key means the same request: the ids are a part of it wherever they stand.
+    whole = hashlib.sha256(checked.batch.digest + digest.digest()).digest()
+    batch = checked.batch._replace(upload=upload, digest=whole)
     return await node.fanout_intake.add(checked._replace(batch=batch))
 
 
 def _vin_of_line(line: str) -> str:
     """A JSON string, or the VIN as it is."""
-    if not line.startswith('"'):
+    if line[0] not in '"{[':
         return line
     try:
         return msgspec.json.decode(line, type=str)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise RequestError(f"id {line[:100]!r} is not a JSON string: {error}") from error
 
 
 async def _ids_of(request: Request, kind: str) -> AsyncIterator[list[str]]:
+    """Never an empty list."""
     if kind == ARROW:
         async for some in _arrow(request):
-            yield some
+            if some:
+                yield some
         return
+    column = _CsvColumn() if kind == CSV else None
     rest = b""
-    async for chunk in request.stream():
+    async for chunk in _chunks(request):
         data = rest + chunk
         end = data.rfind(b"\n") + 1
         rest = data[end:]
         if len(rest) > LINE_BYTES_MAX:
             raise RequestError(f"a line has more than {LINE_BYTES_MAX} bytes")
         if lines := _lines_of(data[:end]):
-            yield lines
+            yield lines if column is None else column.of(lines)
     if lines := _lines_of(rest):
-        yield lines
+        yield lines if column is None else column.of(lines)
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in request.stream():
+            yield chunk
+    except ClientDisconnect as error:
+        raise RequestError("the ids broke off") from error
 
 
 def _lines_of(data: bytes) -> list[str]:
@@ -288,6 +320,24 @@ def _lines_of(data: bytes) -> list[str]:
     except UnicodeDecodeError as error:
         raise RequestError(f"ids are not UTF-8: {error.reason} at byte {error.start}") from error
     return [line for raw in text.split("\n") if (line := raw.strip())]
+
+
+class _CsvColumn:
+    """The column with the VINs: the one called `vin`, if the first line has names; else the first one."""
+
+    def __init__(self) -> None:
+        self._at: int | None = None
+
+    def of(self, lines: Sequence[str]) -> list[str]:
+        try:
+            rows = list(csv.reader(lines, strict=True))
+        except csv.Error as error:
+            raise RequestError(f"the ids are not CSV: {error}") from error
+        if self._at is None:
+            names = [name.strip().lower() for name in rows[0]]
+            self._at = names.index("vin") if "vin" in names else 0
+            rows = rows[1:] if "vin" in names else rows
+        return [row[self._at].strip() if len(row) > self._at else "" for row in rows]
 
 
 async def _arrow(request: Request) -> AsyncIterator[list[str]]:

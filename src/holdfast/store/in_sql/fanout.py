@@ -322,6 +322,10 @@ class SqlFanoutTable(ABC):
         where, given = self._ints("p.number", numbers)
         return [_part_of(row) for row in db.run(f"{_PART} where {where} order by p.number", given)], after
 
+    def unmerged_of(self, campaign: int) -> int:
+        sql = "select coalesce(sum(count), 0) from fanout_parts where campaign = ? and not merged"
+        return int(self._rows(sql, campaign)[0][0])
+
     def merge_step(self, step: MergeStep) -> Merged | None:
         # Asked again because the answer was lost, the run is no longer there.
         return self._changing(lambda db: self._merge_step(db, step), repeatable=True)
@@ -609,9 +613,9 @@ class SqlFanoutTable(ABC):
         db.run(f"select seq from fanout_counters{self._database.dialect.locked}")
         found = check_retry(self._campaigns(db, [campaign], self.shared).get(campaign), campaign, vins)
         columns = 'vin, place, "end", reason, ended_at'
-        keys = [(campaign, vin) for vin in vins]
+        keys = [(vin, campaign) for vin in vins]
         rows = [
-            _ended_of(row) for row in self._get(db, columns, "fanout_ended", ("campaign", "vin"), keys, locked=True)
+            _ended_of(row) for row in self._get(db, columns, "fanout_ended", ("vin", "campaign"), keys, locked=True)
         ]
         rows = [row for row in rows if row.end is not End.ACKED]
         if not rows:

@@ -229,6 +229,11 @@ class MemoryFanoutTable:
                     found.append(self._part(part))
             return found, ""
 
+    def unmerged_of(self, campaign: int) -> int:
+        with self._backend.lock:
+            parts = self._state.parts.values()
+            return sum(part.size for part in parts if part.campaign == campaign and not part.merged)
+
     def merge_step(self, step: MergeStep) -> Merged | None:
         with self._backend.lock:
             state = self._state

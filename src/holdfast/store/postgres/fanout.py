@@ -24,35 +24,42 @@ from holdfast.store.postgres.arrays import array, columns, hashes
 
 SLOTS = 16
 
-_TEXTS = ("vin", "upload", "key", "request_id", "node", "resend", "reason")
+_TEXTS = ("vin", "upload", "key", "request_id", "node", "resend", "reason", "sent")
 _REALS = ("expires", "not_before", "sent_at", "acked_at", "until", "added_at", "ended_at")
-_OTHERS = {"sha1": "bytea", "sent": "bytea", "merged": "boolean", '"end"': "smallint"}
+_OTHERS = {"sha1": "bytea", "merged": "boolean", '"end"': "smallint"}
 KINDS = {**dict.fromkeys(_TEXTS, "text"), **dict.fromkeys(_REALS, "float8"), **_OTHERS}
 """Of columns; all others are numbers."""
 
 ENDED = ("campaign", "vin", "place", '"end"', "reason", "ended_at")
 _WAITING = ", ".join(f"w.{column}" for column in WAITING_COLUMNS)
-_FLIGHTS = f"select {FLIGHT} from fanout_in_flight where vin = any(?::text[])"
+# Joins are lateral throughout: by the index, always. Left to itself, the planner would sooner read a table of a few
+# hundred thousand rows from end to end.
+_FLIGHTS = f"""
+    select f.* from unnest(?::text[]) as v (vin)
+    cross join lateral (select {FLIGHT} from fanout_in_flight t where t.vin = v.vin offset 0) f
+"""
 _FIRST = f"""
-    select first.* from unnest(?::text[]) as v (vin) cross join lateral (
+    select w.* from unnest(?::text[]) as v (vin) cross join lateral (
         select {WAITS} from fanout_waiting w join fanout_campaigns c on c.id = w.campaign {OF_BATCH}
         where w.vin = v.vin and {MAY_BE_SENT} order by w.place limit ?
-    ) first order by first.vin, first.place
+    ) w
 """
 
 # targets: in one statement, so that a delivery that moves meanwhile is seen where it was or where it is
 _TARGETS = """
-    select t.vin, t.campaign from fanout_waiting t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
-    union all
-    select t.vin, t.campaign from fanout_in_flight t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
-    union all
-    select t.vin, t.campaign from fanout_awaiting t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
-    union all
-    select t.vin, t.campaign from fanout_ended t where t.vin = any(?::text[]) and t.campaign = any(?::bigint[])
+    select v.vin, x.campaign from unnest(?::text[]) as v (vin) cross join lateral (
+        select t.campaign from fanout_waiting t where t.vin = v.vin
+        union all select t.campaign from fanout_in_flight t where t.vin = v.vin
+        union all select t.campaign from fanout_awaiting t where t.vin = v.vin
+        union all select t.campaign from fanout_ended t where t.campaign = any(?::bigint[]) and t.vin = v.vin
+        offset 0
+    ) x
 """
 _EARLIER = f"""
-    select {_WAITING} from fanout_waiting w where w.vin = any(?::text[]) and w.campaign = any(?::bigint[])
-    order by w.vin, w.place for update
+    select w.* from unnest(?::text[]) as v (vin) cross join lateral (
+        select {_WAITING} from fanout_waiting w where w.vin = v.vin and w.campaign = any(?::bigint[])
+        order by w.place for update
+    ) w
 """
 _EPOCHS = """
     select client_id, epoch from sessions where md5(client_id)::uuid = any(?::uuid[]) and not dead
@@ -85,7 +92,12 @@ class PostgresFanoutTable(SqlFanoutTable):
         self, db: Db, vins: Sequence[str], campaigns: Sequence[int], earlier: Sequence[int]
     ) -> tuple[set[tuple[str, int]], dict[str, list[WaitingRow]]]:
         given = array(vins)
-        targets = set(db.run(_TARGETS, *[given, array(campaigns)] * 4)) if campaigns else set()
+        targets: set[tuple[str, int]] = set()
+        if campaigns:
+            of = set(campaigns)
+            targets.update(
+                (vin, campaign) for vin, campaign in db.run(_TARGETS, given, array(campaigns)) if campaign in of
+            )
         waiting: dict[str, list[WaitingRow]] = {}
         for row in db.run(_EARLIER, given, array(earlier)) if earlier else ():
             waiting.setdefault(row[0], []).append(WaitingRow(*row))
@@ -108,10 +120,8 @@ class PostgresFanoutTable(SqlFanoutTable):
         if not keys:
             return []
         given, on = _given(by)
-        order = ", ".join(f"t.{column}" for column in by)
-        lock = f" order by {order} for update of t" if locked else ""
-        sql = f"select {columns_} from {given} join {table} t on {on} where {also}{lock}"
-        return db.run(sql, *columns(keys))
+        found = f"select {columns_} from {table} t where {on} and {also} {'for update' if locked else 'offset 0'}"
+        return db.run(f"select r.* from {given} cross join lateral ({found}) r", *columns(keys))
 
     def _insert(self, db: Db, table: str, into: Sequence[str], rows: Sequence[Row]) -> None:
         self._insert_all(db, table, into, rows, "")
@@ -125,7 +135,9 @@ class PostgresFanoutTable(SqlFanoutTable):
     def _delete(self, db: Db, table: str, by: Sequence[str], keys: Sequence[Row]) -> None:
         if keys:
             given, on = _given(by)
-            db.run(f"delete from {table} t using {given} where {on}", *columns(keys))
+            found = f"select t.ctid from {table} t where {on} offset 0"
+            rows = f"select r.ctid from {given} cross join lateral ({found}) r"
+            db.run(f"delete from {table} where ctid = any(array({rows}))", *columns(keys))
 
     def _insert_waiting(self, db: Db, rows: Sequence[WaitingRow]) -> None:
         self._insert(db, "fanout_waiting", WAITING_COLUMNS, rows)

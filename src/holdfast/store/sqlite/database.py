@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from holdfast.store.in_sql.database import Db, Dialect, Transaction
 from holdfast.store.migrations import pending
 from holdfast.store.pool import Pool
 from holdfast.store.sqlite.transaction import SqliteDialect, SqliteTransaction
+from holdfast.store.sqlite.turns import Turns
 from holdfast.store.sqlite.wal import CHECKPOINT_PAGES, Wal
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class SqliteDatabase:
 
     def _begin(self) -> None:
         """What a process has of its own."""
-        self._write_lock = threading.Lock()
+        self._write_lock = Turns()
         self._wal = Wal(self.path, self._connect, self._write_lock)
         self._pid = os.getpid()
 

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
+from holdfast.store.sqlite.turns import Turns
+
 CHECKPOINT_PAGES = 1000
 """8 MB of WAL before its pages are copied home, a wait of a few milliseconds. With more, the wait grows, and more
 appends write to a WAL that still grows, which the disk takes twice as long to make durable as one that is written over.
@@ -32,7 +34,7 @@ _BUSY_MILLISECONDS = 5
 class Wal:
     """The WAL of one database, as one process sees it."""
 
-    def __init__(self, database: Path, connect: Callable[[], sqlite3.Connection], lock: threading.Lock):
+    def __init__(self, database: Path, connect: Callable[[], sqlite3.Connection], lock: Turns):
         self._database = os.path.realpath(database)
         self._path = f"{database}-wal"
         self._connect = connect

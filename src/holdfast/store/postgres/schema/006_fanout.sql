@@ -109,7 +109,7 @@ create table fanout_waiting (
     ticket      bigint,
     attempts    bigint not null default 0,
     not_before  double precision not null default 0,
-    sent        bytea,
+    sent        text,
     primary key (vin, place)
 );
 
@@ -120,7 +120,7 @@ create table fanout_in_flight (
     payload   bigint not null,
     expires   double precision not null,
     attempts  bigint not null,
-    sent      bytea not null,
+    sent      text not null,
     epoch     bigint not null,
     node      text not null,
     lease     bigint not null,
@@ -152,7 +152,8 @@ create table fanout_ended (
 
 create index fanout_not_acked on fanout_ended (campaign, vin, "end", reason) where "end" <> 0;
 
--- How many deliveries of a campaign are where: the sum over its slots, which differ by process so that few wait for each other.
+-- How many deliveries of a campaign are where: the sum over its slots. Processes have different ones, and so seldom
+-- wait for each other.
 create table fanout_counts (
     campaign         bigint not null,
     slot             bigint not null,

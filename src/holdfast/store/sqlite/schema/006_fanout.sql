@@ -108,7 +108,7 @@ create table fanout_waiting (
     ticket      integer,
     attempts    integer not null default 0,
     not_before  real not null default 0,
-    sent        blob,
+    sent        text,
     primary key (vin, place)
 ) without rowid;
 
@@ -119,7 +119,7 @@ create table fanout_in_flight (
     payload   integer not null,
     expires   real not null,
     attempts  integer not null,
-    sent      blob not null,
+    sent      text not null,
     epoch     integer not null,
     node      text not null,
     lease     integer not null,
