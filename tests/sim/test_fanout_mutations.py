@@ -34,7 +34,8 @@ NOTICED_BY: dict[str, int] = {}
 IN_DOUBT = FanoutFaults(store_unanswered=0.3, store_slow=0.1, store_late=0.1, doubled=0.2)
 
 WEATHER: dict[str, FanoutFaults] = {
-    "an_attempt_since_is_not_seen": IN_DOUBT,
+    "a_merge_tells_nobody": FanoutFaults(),
+    "an_unsubscribed_vehicle_loses_what_is_in_flight": FanoutFaults(),
     "a_cancelled_one_is_sent_again_on_resume": FanoutFaults(),
     "an_earlier_session_of_the_vehicle_is_forgotten": FanoutFaults(),
 }

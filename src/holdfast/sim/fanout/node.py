@@ -533,7 +533,8 @@ class SimNode:
             self._send(effect, taken)
 
     def _acked(self, vin: str, place: int, reason: int) -> None:
-        self._give(vin, fd.Acked(vin, place, reason, self.now))
+        """In a later turn, as the host gathers those of one."""
+        self.after(0.0, lambda: self._give(vin, fd.Acked([fd.Ack(vin, place, reason)], self.now)))
 
     # -- intake --------------------------------------------------------------------------------------------
 
