@@ -219,10 +219,10 @@ LEGAL: dict[Step | None, set[Step | None]] = {
     None: {Step.LOOKING},
     Step.LOOKING: {Step.RESTING, Step.BEGINNING, Step.SETTLING, Step.RETURNING, Step.LOOKING, None},
     Step.RESTING: {Step.LOOKING, Step.SETTLING, None},
-    Step.BEGINNING: {Step.FLYING, Step.LOOKING, Step.RESTING, Step.RETURNING, None},
+    Step.BEGINNING: {Step.FLYING, Step.LOOKING, Step.RESTING, Step.RETURNING},
     Step.FLYING: {Step.SETTLING, Step.RETURNING},
     Step.SETTLING: {Step.LOOKING, None},
-    Step.RETURNING: {Step.LOOKING, Step.SETTLING, None},
+    Step.RETURNING: {Step.LOOKING, Step.SETTLING},
 }
 
 

@@ -30,7 +30,7 @@ class SimVehicle:
         self.never = rng.choice([0.0, 0.0, 0.1, 0.5])
         self.wrong = rng.choice([0.0, 0.1, 0.4])
         self.twice = rng.choice([0.0, 0.3])
-        self.slow = rng.choice([0.02, 0.3, 2.0])
+        self.slow = rng.choice([0.02, 0.3, 3.0])
         self.silent: list[tuple[Link, int, InFlight, Campaign]] = []
         """What it has not answered, and will not before it has to."""
         self.changed_at = 0.0
