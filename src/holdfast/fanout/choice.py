@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
-from holdfast.fanout.nouns import Campaign, End, Waiting, lane_of, seq_of
+from holdfast.fanout.nouns import Campaign, End, Waiting, lane_of
 from holdfast.fanout.table import Finish
 from holdfast.fanout.vehicles import Vehicle
 
@@ -80,9 +80,9 @@ def _is_superseded(
     """It was in flight when a newer one with its request id came, which was to replace it, and is back."""
     if delivery.sent is None or len(waiting) < 2:
         return False
-    seq = seq_of(delivery.place)
     for other in waiting:
-        if seq_of(other.place) > seq and other.campaign != delivery.campaign:
+        # By campaign: one of an earlier campaign that is tried again has a later place, and is no newer for that.
+        if other.campaign > delivery.campaign:
             newer = campaigns.get(other.campaign)
             if newer is not None and newer.request_id == campaign.request_id and newer.replaces:
                 return True

@@ -54,6 +54,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An operator wants the next wave whatever the counts are."""
     busy_at: float = 0.0
     """When something was last known to be under way, to the minute."""
+    opened: int = 0
+    """How often it was allowed to send, or to send to more: whoever compares does not miss that it was held between."""
     ends_as: str = ""
     """How what waits ends when it is cancelled; empty: cancelled."""
     options: CampaignOptions | None = None
@@ -197,6 +199,9 @@ class CampaignControl:
         if campaign.waved:
             sending = sending and bool(memory.cuts)
         cut = _cut_of(memory) if campaign.waved else None
+        if sending and (not campaign.sending or cut != campaign.cut):
+            self._remember(opened=memory.opened + 1)
+            campaign = self.campaign
         rate = _rate(options, memory, now)
         self.campaign = replace(
             campaign,

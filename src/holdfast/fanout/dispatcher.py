@@ -41,6 +41,8 @@ UNKNOWN_RATE = 4_000.0
 """How many a second may go then, at most, if the limit is not a rate."""
 AGAIN_SECONDS = 1.0
 """A vehicle that cannot take more for now is looked at again."""
+ELSEWHERE_SECONDS = 10.0
+"""So is one whose latest session is on another node, which may be over by then, and nobody here hears of that."""
 FINAL_REASONS = frozenset({0x87, 0x90, 0x99})
 """Not authorized, topic name invalid, payload format invalid: it would be so the next time, too."""
 
@@ -217,10 +219,10 @@ LEGAL: dict[Step | None, set[Step | None]] = {
     None: {Step.LOOKING},
     Step.LOOKING: {Step.RESTING, Step.BEGINNING, Step.SETTLING, Step.RETURNING, Step.LOOKING, None},
     Step.RESTING: {Step.LOOKING, Step.SETTLING, None},
-    Step.BEGINNING: {Step.FLYING, Step.LOOKING, Step.RESTING, Step.RETURNING, None},
+    Step.BEGINNING: {Step.FLYING, Step.LOOKING, Step.RESTING, Step.RETURNING},
     Step.FLYING: {Step.SETTLING, Step.RETURNING},
     Step.SETTLING: {Step.LOOKING, None},
-    Step.RETURNING: {Step.LOOKING, Step.SETTLING, None},
+    Step.RETURNING: {Step.LOOKING, Step.SETTLING},
 }
 
 
@@ -238,12 +240,20 @@ class Slot:
     flight: InFlight | None = None
     campaign: Campaign | None = None
     dup: bool = False
+    tried: tuple[int, int, bool] | None = None
+    """Place, epoch and whether as a repeat: what was last to be begun. It may have been, without an answer."""
     lost: bool = False
     """BEGINNING: the connection is over."""
     answered: int | None = None
     """RETURNING: the answer that has come after all."""
     past: Waiting | None = None
     """LOOKING, RESTING: an attempt of this one was not answered in time, and may be yet."""
+    awaits: bool = False
+    """Of what is in flight, or past: its end is its result."""
+    doubt: bool = False
+    """BEGINNING: it was committed before, and nobody knows what came of that."""
+    heard: bool = False
+    """SETTLING: it is what the vehicle has said."""
     rest: bool = False
     """SETTLING: others wait, so look for them afterwards."""
 
@@ -273,6 +283,9 @@ class Dispatcher:
         self.lease = 0
         """Of this node: what it has in flight is others' to take back when it is over."""
         self.vehicles: dict[str, Vehicle] = {}
+        """The latest session of each."""
+        self._earlier: dict[str, dict[str, Vehicle]] = {}
+        """Sessions of vehicles that have a later one here, too, by client id: when that is over, they are it again."""
         self._slots: dict[str, Slot] = {}
         self._to_look: dict[str, Slot] = {}
         self._to_commit: deque[_Queued] = deque()
@@ -303,6 +316,10 @@ class Dispatcher:
         """Nothing is to be committed, or being committed."""
         return not self._to_commit and self._committing is None
 
+    def connected(self) -> list[Vehicle]:
+        """Every session that is a vehicle's, for whoever takes the place of this dispatcher."""
+        return [*self.vehicles.values(), *(one for some in self._earlier.values() for one in some.values())]
+
     def step_of(self, vin: str) -> Step | None:
         slot = self._slots.get(vin)
         return slot.step if slot is not None else None
@@ -314,7 +331,7 @@ class Dispatcher:
             case Online(vehicle):
                 self._online(vehicle, now)
             case Offline(vin, epoch, connected):
-                self._offline(vin, epoch, connected, now)
+                self._offline(vin, epoch, connected)
             case Triggered(vins):
                 self._triggered(vins, now)
             case LookedUp():
@@ -364,24 +381,52 @@ class Dispatcher:
     # -- vehicles --------------------------------------------------------------------------------------------
 
     def _online(self, vehicle: Vehicle, now: float) -> None:
-        before = self.vehicles.get(vehicle.vin)
+        vin, before = vehicle.vin, self.vehicles.get(vehicle.vin)
         if before is not None and before.epoch > vehicle.epoch:
-            return  # said late: a later session is the vehicle
+            if before.client_id != vehicle.client_id:  # otherwise it is said late
+                self._earlier.setdefault(vin, {})[vehicle.client_id] = vehicle
+            return
+        if before is not None and before.client_id != vehicle.client_id:
+            self._earlier.setdefault(vin, {})[before.client_id] = before
+        if vin in self._earlier:
+            self._forget_earlier(vin, vehicle.client_id)
         if before is not None and before.epoch != vehicle.epoch:
-            self._offline(vehicle.vin, before.epoch, False, now)
-        self.vehicles[vehicle.vin] = vehicle
-        self._wake(vehicle.vin)
+            self._let_go(vin, before.epoch, connected=False)
+        self.vehicles[vin] = vehicle
+        self._wake(vin)
 
-    def _offline(self, vin: str, epoch: int, connected: bool, now: float) -> None:
+    def _offline(self, vin: str, epoch: int, connected: bool) -> None:
         vehicle = self.vehicles.get(vin)
-        if vehicle is not None and vehicle.epoch == epoch:
+        here = vehicle is not None and vehicle.epoch == epoch
+        if here:
             del self.vehicles[vin]
+        self._let_go(vin, epoch, connected=connected)
+        earlier = self._earlier.get(vin)
+        if earlier is None:
+            return
+        if here:
+            latest = max(earlier.values(), key=lambda one: one.epoch)
+            self._forget_earlier(vin, latest.client_id)
+            self.vehicles[vin] = latest
+            self._wake(vin)
+        else:
+            for client_id in [one.client_id for one in earlier.values() if one.epoch == epoch]:
+                self._forget_earlier(vin, client_id)
+
+    def _forget_earlier(self, vin: str, client_id: str) -> None:
+        earlier = self._earlier[vin]
+        earlier.pop(client_id, None)
+        if not earlier:
+            del self._earlier[vin]
+
+    def _let_go(self, vin: str, epoch: int, *, connected: bool) -> None:
+        """What goes on for that session of the vehicle ends, or comes back."""
         slot = self._slots.get(vin)
         if slot is None:
             return
         match slot.step:
             case Step.LOOKING | Step.RESTING:
-                if vehicle is not None and vehicle.epoch == epoch:
+                if vin not in self.vehicles:
                     self._end(slot)
             case Step.BEGINNING:
                 if slot.flight is not None and slot.flight.epoch == epoch:
@@ -443,7 +488,7 @@ class Dispatcher:
     def _over(self, slot: Slot, rest: bool) -> None:
         """Something has come to its end: what is next?"""
         slot.flight = slot.campaign = slot.answered = slot.past = None
-        slot.lost = slot.dup = False
+        slot.lost = slot.dup = slot.heard = False
         if slot.vin in self.vehicles and (rest or slot.again):
             self._look(slot)
         else:
@@ -507,7 +552,7 @@ class Dispatcher:
         packet_id = chosen.sent.packet_id if kept and chosen.sent is not None else 0
         flight = self._flight(chosen, vehicle, packet_id, event.store_now)
         slot.flight, slot.campaign, slot.dup, slot.lost = flight, event.campaigns[chosen.campaign], kept, False
-        slot.past = None
+        slot.tried, slot.past = (flight.place, flight.epoch, kept), None
         self._move(slot, Step.BEGINNING)
         self._queue(slot, Begin(chosen, flight))
 
@@ -534,7 +579,7 @@ class Dispatcher:
         if vehicle is None:
             self._end(slot)
         elif seen.epoch > vehicle.epoch:
-            self._rest(slot, inf)  # a later session is the vehicle; whatever happens to it triggers us
+            self._rest(slot, now + ELSEWHERE_SECONDS)  # a later session is the vehicle
         elif campaign is not None and campaign.state is State.CANCELLED:
             slot.flight, slot.rest = seen, True
             self._move(slot, Step.SETTLING)
@@ -545,16 +590,22 @@ class Dispatcher:
             or seen.expires <= event.store_now
             or seen.payload not in event.sizes
         ):
-            slot.flight = seen
+            slot.flight, slot.campaign = seen, campaign
             self._return(slot, seen.attempts)  # and then it is looked at like any other
         elif vehicle.has(seen.sent) or seen.epoch == vehicle.epoch:
-            slot.flight = self._flight(seen, vehicle, seen.sent.packet_id, event.store_now)
+            packet_id, slot.dup = seen.sent.packet_id, True
+            if seen.epoch == vehicle.epoch:
+                # Either we have begun it ourselves and had no answer, so it is not sent; or a dispatcher before us has,
+                # who may have sent it on this very connection: then it is another packet.
+                ours = slot.tried is not None and slot.tried[:2] == (seen.place, seen.epoch)
+                packet_id, slot.dup = (packet_id, slot.tried[2]) if ours and slot.tried is not None else (0, False)
+            slot.flight = self._flight(seen, vehicle, packet_id, event.store_now)
             slot.campaign, slot.lost, slot.rest = campaign, False, True
-            slot.dup = seen.epoch != vehicle.epoch
+            slot.tried = (seen.place, vehicle.epoch, slot.dup)
             self._move(slot, Step.BEGINNING)
             self._queue(slot, Adopt(seen, slot.flight))
         else:
-            slot.flight = seen
+            slot.flight, slot.campaign = seen, campaign
             self._return(slot, seen.attempts)
 
     # -- what was committed ----------------------------------------------------------------------------------
@@ -573,7 +624,7 @@ class Dispatcher:
                 case Return():
                     self._returned(slot, change, event.store_now, now)
                 case _:
-                    self._over(slot, slot.rest)
+                    self._settled(slot, change, verdict)
 
     def _commit_failed(self, number: int, now: float) -> None:
         """It may have happened all the same; then the same again is refused, which does no harm."""
@@ -583,10 +634,21 @@ class Dispatcher:
         self._committing = None
         self._blocked_until = now + RETRY_SECONDS
         self._to_commit.extendleft(reversed(queued))
+        for slot, _ in queued:
+            if slot is not None:
+                slot.doubt = slot.step is Step.BEGINNING
+
+    def _settled(self, slot: Slot, change: Finish | Await, verdict: Verdict | None) -> None:
+        if verdict is Verdict.GONE and slot.heard and isinstance(change.seen, InFlight):
+            # Somebody may have taken it back, as from a node that is gone; the vehicle has it all the same.
+            self._queue(slot, change._replace(seen=_past(change.seen, change.seen.attempts)))
+        else:
+            self._over(slot, slot.rest)
 
     def _begun(self, slot: Slot, change: Begin | Adopt, verdict: Verdict | None, now: float) -> None:
-        flight, campaign = slot.flight, slot.campaign
+        flight, campaign, doubt = slot.flight, slot.campaign, slot.doubt
         assert flight is not None and campaign is not None
+        slot.doubt = False
         vehicle = self.vehicles.get(slot.vin)
         if verdict is Verdict.DONE:
             if slot.lost or vehicle is None or vehicle.epoch != flight.epoch:
@@ -599,6 +661,10 @@ class Dispatcher:
             self._effects.append(Publish(vehicle, flight, campaign, slot.dup))
             return
         self._effects.append(Refused(slot.vin, flight.place))
+        if doubt and (verdict is None or verdict is Verdict.STALE):
+            # The store was not asked again, and may have it in flight: nobody else would ever take it back.
+            self._return(slot, flight.attempts)
+            return
         slot.flight = slot.campaign = None
         if vehicle is None:
             self._move(slot, Step.RESTING)
@@ -619,24 +685,30 @@ class Dispatcher:
         assert seen is not None
         self._move(slot, Step.RETURNING)
         slot.answered = None
+        slot.awaits = slot.campaign is not None and slot.campaign.awaits_result
         self._queue(slot, Return(seen, attempts, not_before, refused))
 
     def _returned(self, slot: Slot, change: Return, store_now: float, now: float) -> None:
         seen, answered = change.seen, slot.answered
         slot.flight = slot.campaign = slot.answered = None
-        slot.past = Waiting(seen.vin, seen.place, seen.campaign, seen.payload, seen.expires, change.attempts)
+        slot.past = _past(seen, change.attempts)
         if answered is not None:
-            self._settle_past(slot, slot.past, answered)
+            self._settle_past(slot, slot.past, answered, store_now)
         else:
             # Even if the vehicle has gone: it may have come to its end while it was away.
             self._look(slot)
 
-    def _settle_past(self, slot: Slot, past: Waiting, reason: int) -> None:
+    def _settle_past(self, slot: Slot, past: Waiting, reason: int, store_now: float) -> None:
         """Its answer has come after all: it waits, and has its end now."""
         slot.rest, slot.past = True, None
         self._to_look.pop(slot.vin, None)
         self._move(slot, Step.SETTLING)
-        self._queue(slot, _answered(past, reason))
+        self._queue(slot, self._answer(past, reason, slot.awaits, store_now))
+
+    def _answer(self, seen: Waiting | InFlight, reason: int, awaits: bool, store_now: float) -> Finish | Await:
+        if reason >= 0x80:
+            return Finish(seen, End.FAILED, f"refused with 0x{reason:02X}")
+        return Await(seen, store_now + self._settings.result_secs) if awaits else Finish(seen, End.ACKED)
 
     # -- what the vehicle says -------------------------------------------------------------------------------
 
@@ -647,7 +719,7 @@ class Dispatcher:
             return
         if slot.step in (Step.LOOKING, Step.RESTING) and slot.past is not None and slot.past.place == place:
             if reason < 0x80 or reason in FINAL_REASONS:
-                self._settle_past(slot, slot.past, reason)
+                self._settle_past(slot, slot.past, reason, store_now)
             return
         if slot.flight is None or slot.flight.place != place:
             self.unmatched += 1  # late, doubled, or of another
@@ -659,12 +731,11 @@ class Dispatcher:
         if slot.step is not Step.FLYING:
             return
         flight, settings = slot.flight, self._settings
-        if reason < 0x80 and slot.campaign is not None and slot.campaign.awaits_result:
+        if reason < 0x80 or reason in FINAL_REASONS or flight.attempts + 1 >= settings.attempts_max:
+            awaits = slot.campaign is not None and slot.campaign.awaits_result
+            slot.heard = True
             self._move(slot, Step.SETTLING)
-            self._queue(slot, Await(flight, store_now + settings.result_secs))
-        elif reason < 0x80 or reason in FINAL_REASONS or flight.attempts + 1 >= settings.attempts_max:
-            self._move(slot, Step.SETTLING)
-            self._queue(slot, _answered(flight, reason))
+            self._queue(slot, self._answer(flight, reason, awaits, store_now))
         else:
             self._try_later(slot, store_now)
 
@@ -721,7 +792,6 @@ class Dispatcher:
             self._try_later(slot, flight.sent_at + self._settings.ack_secs)
 
 
-def _answered(seen: Waiting | InFlight, reason: int) -> Finish:
-    if reason < 0x80:
-        return Finish(seen, End.ACKED)
-    return Finish(seen, End.FAILED, f"refused with 0x{reason:02X}")
+def _past(seen: InFlight, attempts: int) -> Waiting:
+    """As it waits after it was in flight."""
+    return Waiting(seen.vin, seen.place, seen.campaign, seen.payload, seen.expires, attempts)

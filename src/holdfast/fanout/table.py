@@ -134,9 +134,9 @@ class Return(NamedTuple):
 
 
 class Await(NamedTuple):
-    """In flight → awaiting its result."""
+    """In flight, or waiting again → awaiting its result."""
 
-    seen: InFlight
+    seen: Waiting | InFlight
     until: float
 
 
@@ -291,7 +291,10 @@ class FanoutTable(Protocol):
         """How many VINs were asked for again."""
 
     def change_campaign(self, changed: Campaign, epoch: int | None = None) -> bool:
-        """Compare and set: it must be at `changed.version` - 1. `epoch`: and its changer must still be the keeper."""
+        """Compare and set: it must be at `changed.version` - 1. `epoch`: and its changer must still be the keeper.
+
+        It is closed only if no batch has come, and nothing was retried, since it was read.
+        """
 
     def parts_of(self, campaign: int, after: int, limit: int) -> list[Part]:
         """Its parts with greater numbers, in order, merged or not."""

@@ -119,6 +119,11 @@ class Connection(asyncio.Protocol):
         self.handle(mc.SocketFull(full))
         self._block()
 
+    @property
+    def frozen(self) -> bool:
+        """Nobody knows whether its session is still this node's."""
+        return self._frozen
+
     def freeze(self, frozen: bool) -> None:
         """Nothing is heard from its client and nothing sent to it, for as long as this node may not serve it."""
         self._frozen = frozen

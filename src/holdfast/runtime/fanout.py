@@ -342,14 +342,16 @@ class FanoutHost:
             self._loop.call_soon(self._publish_some, shard)
 
     def _replace(self, shard: _Shard) -> None:
-        before = shard.machine
+        before, waiting = shard.machine, list(shard.events)
         shard.machine = fd.Dispatcher(self.node_id, self._chosen)
         shard.events.clear()
         shard.publishes.clear()
         for taken in shard.taken.values():
             taken.window.drop(taken.packet_id)
         shard.taken.clear()
-        shard.events.extend(fd.Online(vehicle) for vehicle in before.vehicles.values())
+        shard.events.extend(fd.Online(vehicle) for vehicle in before.connected())
+        # Who is here is still so; answers were for the one before.
+        shard.events.extend(event for event in waiting if isinstance(event, fd.Online | fd.Offline | fd.Triggered))
 
     def _arm(self, shard: _Shard) -> None:
         if self._settled is not None and all(other.machine.idle for other in self._shards):
@@ -373,7 +375,8 @@ class FanoutHost:
         match effect:
             case fd.LookUp(number, vins, limit):
                 asked = self._run(self._reader, self._look_up, vins, limit)
-                asked.add_done_callback(lambda done: self._looked_up(shard, number, done))
+                machine = shard.machine
+                asked.add_done_callback(lambda done: self._looked_up(shard, machine, number, done))
             case fd.Commit(number, changes):
                 self._commit(shard, number, changes)
             case fd.Refused(vin, place):
@@ -407,8 +410,8 @@ class FanoutHost:
                 payloads.add(one.in_flight.payload)
         return found, self.table.campaigns(campaigns) if campaigns else {}, self.payloads.load(payloads)
 
-    def _looked_up(self, shard: _Shard, number: int, done: asyncio.Future[Any]) -> None:
-        if done.cancelled() or self._closed:
+    def _looked_up(self, shard: _Shard, machine: fd.Dispatcher, number: int, done: asyncio.Future[Any]) -> None:
+        if done.cancelled() or self._closed or shard.machine is not machine:
             return
         if (error := done.exception()) is not None:
             logger.warning("what waits could not be looked up: %s", error, exc_info=_unless_ours(error))
@@ -439,8 +442,8 @@ class FanoutHost:
         if not asked:
             self._loop.call_soon(self._give_to, shard, fd.Committed(number, verdicts, self.now))
             return
-        committing = self._run(self._writer, self.table.commit, asked)
-        committing.add_done_callback(lambda done: self._committed(shard, number, verdicts, done))
+        committing, machine = self._run(self._writer, self.table.commit, asked), shard.machine
+        committing.add_done_callback(lambda done: self._committed(shard, machine, number, verdicts, done))
 
     def _take_id(self, shard: _Shard, flight: InFlight) -> InFlight | Verdict | None:
         connection = self._sessions.connections.get(flight.sent.client_id)
@@ -465,9 +468,14 @@ class FanoutHost:
         return flight._replace(sent=Sent(flight.sent.client_id, flight.sent.born, packet_id))
 
     def _committed(
-        self, shard: _Shard, number: int, verdicts: list[Verdict | None], done: asyncio.Future[list[Verdict]]
+        self,
+        shard: _Shard,
+        machine: fd.Dispatcher,
+        number: int,
+        verdicts: list[Verdict | None],
+        done: asyncio.Future[list[Verdict]],
     ) -> None:
-        if done.cancelled() or self._closed:
+        if done.cancelled() or self._closed or shard.machine is not machine:
             return
         if (error := done.exception()) is not None:
             logger.warning("deliveries could not be recorded: %s", error, exc_info=_unless_ours(error))
@@ -485,7 +493,10 @@ class FanoutHost:
         session = connection.session if connection is not None else None
         if connection is None or session is None or session.window is not taken.window or connection.outlet is None:
             return  # it is gone, and its dispatcher hears of it
-        if self._sessions.frozen:
+        if session.epoch != flight.epoch:  # taken anew while this was held: its dispatcher has taken it back
+            taken.window.drop(taken.packet_id)
+            return
+        if self._sessions.frozen or connection.frozen:
             if not self._held:
                 self._loop.call_later(HELD_SECS, self._send_held)
             self._held.append((effect, taken))
@@ -519,7 +530,8 @@ class FanoutHost:
         if connection.version == V5:
             tail = self._properties(session, topic, vin, request_id, flight)
             tail = remaining_length(len(tail)) + tail
-        first = b"\x3a" if effect.dup else b"\x32"
+        # Under another id than its session has it as, it is another packet.
+        first = b"\x3a" if effect.dup and packet_id == flight.sent.packet_id else b"\x32"
         length = len(name) + 2 + len(tail) + len(data)
         return b"".join((first, remaining_length(length), name, PACKET_IDS[packet_id], tail, data))
 

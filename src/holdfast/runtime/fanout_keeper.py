@@ -60,8 +60,8 @@ class FanoutKeeper:
         self._loop = asyncio.get_running_loop()
         self._merged = 0
         """Parts up to this one were seen."""
-        self._sending: dict[int, tuple[bool, int | None]] = {}
-        """Campaigns as they were last seen: whether they send, and up to which ticket."""
+        self._sending: dict[int, tuple[bool, int]] = {}
+        """Campaigns as they were last seen: whether they send, and how often that has begun, or grown."""
         self._hinted = asyncio.Event()
         self.epoch: int | None = None
         """Of this node as the keeper; None: it is not."""
@@ -107,10 +107,10 @@ class FanoutKeeper:
 
     async def _look_at_campaigns(self) -> None:
         """Whoever waits for a campaign that has begun to send is told."""
-        now: dict[int, tuple[bool, int | None]] = {}
+        now: dict[int, tuple[bool, int]] = {}
         for campaign in await self._active((State.RUNNING,)):
-            state = now[campaign.id] = (campaign.sending, campaign.cut)
-            if campaign.sending and self._sending.get(campaign.id, (False, None)) != state:
+            state = now[campaign.id] = (campaign.sending, fc.memory_of(campaign).opened)
+            if campaign.sending and self._sending.get(campaign.id) != state:
                 await self._trigger(campaign)
         self._sending = now
 

@@ -345,6 +345,7 @@ class Sessions:
             case life.Resume(token):
                 if (claim := self._claims.get(token)) is not None:
                     claim.connection.freeze(False)
+                    self._taken_again(live)
             case Send(to, message):
                 self._groups.send(to, message)
             case life.Forget():
@@ -481,6 +482,13 @@ class Sessions:
         welcomed(session, welcome.session_present)
         if not claim.answer.done():
             claim.answer.set_result(welcome.session_present)
+
+    def _taken_again(self, live: Live) -> None:
+        """The node's lease was over, so the row may have been taken anew: whoever names its epoch has to know."""
+        session, row = live.session, live.machine.row
+        if session is not None and row is not None and session.epoch != row.epoch:
+            session.epoch = row.epoch
+            self._notices.emit(Resumed(session.client_id, True))
 
     def _take_inbound(self, live: Live, session: Session, welcome: life.Welcome) -> None:
         client_id, born = session.client_id, welcome.row.born

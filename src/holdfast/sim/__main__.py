@@ -1,7 +1,7 @@
 """`python -m holdfast.sim --seeds 0:2000` runs seeds; `--seed N -v` replays one and prints what happened.
 
-There are three worlds: `groups`, the machines of shared groups; `front`, the path of a message; and `life`, the life of
-sessions over several nodes.
+There are four worlds: `groups`, the machines of shared groups; `front`, the path of a message; `life`, the life of
+sessions over several nodes; and `fanout`, deliveries to vehicles and the campaigns they belong to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from holdfast.sim.fanout.runner import run_fanout_seed, run_fanout_seeds
 from holdfast.sim.front.runner import run_front_seed, run_front_seeds
 from holdfast.sim.life.runner import run_life_seed, run_life_seeds
 from holdfast.sim.runner import Failure, Outcome, run_seed, run_seeds
@@ -19,11 +20,13 @@ RUN: dict[str, Callable[[int], Outcome]] = {
     "groups": lambda seed: run_seed(seed, trace=True),
     "front": lambda seed: run_front_seed(seed, trace=True),
     "life": lambda seed: run_life_seed(seed, trace=True),
+    "fanout": lambda seed: run_fanout_seed(seed, trace=True),
 }
 RUN_MANY: dict[str, Callable[[int, int, Callable[[int, int], None]], list[Failure]]] = {
     "groups": run_seeds,
     "front": run_front_seeds,
     "life": run_life_seeds,
+    "fanout": run_fanout_seeds,
 }
 
 

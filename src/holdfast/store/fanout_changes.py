@@ -184,7 +184,7 @@ class _Decision:
         of, flight = self._of, change.flight
         key = (flight.vin, flight.place)
         row = of.waiting.get(key)
-        if row is None or row.campaign != flight.campaign:
+        if row is None or (row.campaign, row.attempts) != (flight.campaign, change.seen.attempts):
             return Verdict.GONE
         if flight.vin in of.flights:
             return Verdict.BUSY
@@ -249,15 +249,22 @@ class _Decision:
         return Verdict.DONE
 
     def _await(self, change: Await) -> Verdict:
-        row = self._in_flight(change.seen)
-        if row is None:
-            return Verdict.GONE
-        self._land(row.vin)
-        key = (row.vin, row.place)
-        awaiting = Awaiting(*key, row.campaign, row.payload, row.attempts, self._of.now, change.until)
+        seen = change.seen
+        key = (seen.vin, seen.place)
+        if isinstance(seen, InFlight):
+            row: FlightRow | WaitingRow | None = self._in_flight(seen)
+            if row is None:
+                return Verdict.GONE
+            self._land(row.vin)
+            self._landed(row.campaign)
+        else:
+            row = self._of.waiting.pop(key, None)
+            if row is None:
+                return Verdict.GONE
+            self.moves.take_waiting(key)
+        awaiting = Awaiting(*key, row.campaign, seen.payload, row.attempts, self._of.now, change.until)
         self._of.awaiting[key] = self.moves.awaiting[key] = awaiting
-        self.moves.count(row.campaign, IN_FLIGHT, AWAITING)
-        self._landed(row.campaign)
+        self.moves.count(row.campaign, IN_FLIGHT if isinstance(seen, InFlight) else WAITING, AWAITING)
         return Verdict.DONE
 
     def _finish(self, change: Finish) -> Verdict:

@@ -127,11 +127,13 @@ def _add(prepared: PreparedBatch, made: Plan) -> Added:
         raise UnknownPayload(f"no payload is stored under {batch.sha1.hex()}")
     bodies: Sequence[tuple[int | bytes, int]] = prepared.parts
     if batch.upload is not None:
-        bodies = known.staged.pop(batch.upload, ())
+        bodies = known.staged.get(batch.upload, ())
         if not bodies:
             raise RequestError(f"nothing was uploaded as {batch.upload!r}")
-        made.uploads.append(batch.upload)
     campaign, began = _campaign_of(batch, made)
+    if batch.upload is not None:  # not before it is certain: what is refused stays staged, to be collected
+        del known.staged[batch.upload]
+        made.uploads.append(batch.upload)
     known.seq += 1
     row = BatchRow(
         known.seq,

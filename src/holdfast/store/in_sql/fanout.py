@@ -561,13 +561,17 @@ class SqlFanoutTable(ABC):
         values = dict(zip(CAMPAIGN_COLUMNS, _campaign_values(changed), strict=True))
         now = self._database.dialect.now
         closed = f", closed_at = coalesce(closed_at, {now})" if changed.state is State.CLOSED else ""
-        sql = f"update fanout_campaigns set version = ?, {sets}{closed} where id = ? and version = ? returning 1"
+        # What has come since it was looked at would be closed in; the version does not change with every batch.
+        as_seen = " and batch_at = ?" if changed.state is State.CLOSED else ""
+        when = (changed.batch_at,) if changed.state is State.CLOSED else ()
+        where = f"where id = ? and version = ?{as_seen}"
+        sql = f"update fanout_campaigns set version = ?, {sets}{closed} {where} returning 1"
 
         def work(db: Transaction) -> bool:
             if epoch is not None and db.run(f"select epoch from fanout_keeper{self.kept}")[0][0] != epoch:
                 return False
             given = [values[name] for name in CHANGED]
-            return bool(db.run(sql, changed.version, *given, changed.id, changed.version - 1))
+            return bool(db.run(sql, changed.version, *given, changed.id, changed.version - 1, *when))
 
         return self._database.change(work)
 
@@ -648,6 +652,7 @@ class SqlFanoutTable(ABC):
                 moves.waiting[row.vin, place] = WaitingRow(row.vin, place, campaign, ticket)
                 moves.count(campaign, PLACE_OF_END[row.end], WAITING)
         self._delete(db, "fanout_ended", ("campaign", "vin"), [(campaign, row.vin) for row in rows])
+        db.run("update fanout_campaigns set batch_at = ? where id = ?", moves.now, campaign)
         return sorted(row.vin for row in rows), self._make(db, moves)
 
     # -- one keeper ------------------------------------------------------------------------------------------

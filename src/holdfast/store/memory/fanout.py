@@ -445,6 +445,8 @@ class MemoryFanoutTable:
             if seen is None or seen.version != changed.version - 1 or epoch not in (None, state.keeper[1]):
                 return False
             if changed.state is State.CLOSED:
+                if seen.batch_at != changed.batch_at:
+                    return False
                 state.closed_at.setdefault(changed.id, self.now())
             state.campaigns[changed.id] = msgspec.structs.replace(
                 changed,
@@ -515,6 +517,8 @@ class MemoryFanoutTable:
                     moves.waiting[row.vin, place] = WaitingRow(row.vin, place, campaign, ticket)
                     moves.count(campaign, PLACE_OF_END[row.end], WAITING)
             self._apply(moves)
+            if rows:
+                state.campaigns[campaign] = msgspec.structs.replace(found, batch_at=now)
             return sorted(row.vin for row in rows)
 
     def _part(self, part: PartRow) -> Part:
