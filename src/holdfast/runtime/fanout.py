@@ -252,16 +252,11 @@ class FanoutHost:
     # -- triggers --------------------------------------------------------------------------------------------
 
     def trigger(self, vins: Collection[str]) -> None:
-        """Something may wait for these."""
-        if len(self._shards) == 1:
-            self._give_to(self._shards[0], fd.Triggered(vins))
-            return
-        shares: list[list[str]] = [[] for _ in self._shards]
-        for vin in vins:
-            shares[_number(vin) % len(shares)].append(vin)
-        for shard, share in zip(self._shards, shares, strict=True):
-            if share:
-                self._give_to(shard, fd.Triggered(share))
+        """Something may wait for these, of whom nearly always a few are here, or none."""
+        given = set(vins)
+        for shard in self._shards:
+            if here := shard.machine.vehicles.keys() & given:
+                self._give_to(shard, fd.Triggered(here))
 
     def heard(self, parts: Iterable[Batch]) -> None:
         """Messages of any client were stored: are there heartbeats among them?"""
@@ -309,7 +304,7 @@ class FanoutHost:
         self._arm(shard)
 
     def _handle(self, shard: _Shard, event: fd.Event) -> None:
-        shard.machine.lease = self._sessions.node.lease or 0
+        shard.machine.lease = self.lease
         try:
             effects = shard.machine.handle(event, self._loop.time())
         except Exception:  # it is not trusted again; what it had in flight is found by whoever takes its place
@@ -387,6 +382,11 @@ class FanoutHost:
 
     def _run(self, pool: ThreadPoolExecutor, call: Callable[..., T], *given: Any) -> asyncio.Future[T]:
         return self._loop.run_in_executor(pool, call, *given)
+
+    @property
+    def lease(self) -> int:
+        """Of this node; 0: it has none."""
+        return self._sessions.node.lease or 0
 
     @property
     def now(self) -> float:
@@ -503,7 +503,7 @@ class FanoutHost:
             return
         data = self.payloads.get(flight.payload)
         if data is None:
-            self._unsendable(taken, vehicle.vin, flight.place, "payload missing")
+            self._fetch(effect, taken)
             return
         packet = self._packet(connection, session, effect, taken.packet_id, data)
         if len(packet) > connection.outlet.packet_max:
@@ -511,6 +511,21 @@ class FanoutHost:
             return
         self.sent += 1
         connection.handle(mc.Say(packet))
+
+    def _fetch(self, effect: fd.Publish, taken: _Taken) -> None:
+        """Since it was looked up so many others were that it is not in memory any more."""
+
+        def fetched(done: asyncio.Future[dict[int, bytes]]) -> None:
+            if done.cancelled() or self._closed:
+                return
+            flight = effect.flight
+            if done.exception() is None and flight.payload in done.result():
+                self.payloads.keep(done.result())
+                self._send(effect, taken)
+            else:
+                self._unsendable(taken, flight.vin, flight.place, "payload missing")
+
+        self._run(self._reader, self.payloads.load, [effect.flight.payload]).add_done_callback(fetched)
 
     def _unsendable(self, taken: _Taken, vin: str, place: int, reason: str) -> None:
         taken.window.drop(taken.packet_id)
@@ -565,6 +580,10 @@ class FanoutHost:
         self._give(finish.seen.vin, fd.Resulted(finish))
 
     # -- for others ------------------------------------------------------------------------------------------
+
+    def idle(self, vin: str) -> bool:
+        """Nothing is known to go on with this vehicle here."""
+        return self._shard(vin).machine.step_of(vin) is None
 
     async def ask(self, call: Callable[..., T], *given: Any) -> T:
         """Something that reads the table."""

@@ -35,6 +35,8 @@ KEY_SECS = 7 * 86_400.0
 PAYLOAD_SECS = 3_600.0
 """A payload that was sent apart is kept for so long without a request that refers to it."""
 COLLECTED_AT_ONCE = 500
+FORGOTTEN_SECS = 30.0
+"""What has been in flight for so long, and nobody knows of, is taken back."""
 ACTIVE = (State.RUNNING, State.PAUSED, State.CANCELLED)
 PAGE = 500
 TRIES = 20
@@ -65,7 +67,7 @@ class FanoutKeeper:
         self._hinted = asyncio.Event()
         self.epoch: int | None = None
         """Of this node as the keeper; None: it is not."""
-        self._collect_at = 0.0
+        self._collect_at = self._own_at = 0.0
         self.collect_secs = settings.collect_secs
         self.collected = 0
 
@@ -94,6 +96,9 @@ class FanoutKeeper:
             self._hinted.clear()
             await self._look_at_parts()
             await self._look_at_campaigns()
+            if self._loop.time() >= self._own_at:
+                self._own_at = self._loop.time() + FORGOTTEN_SECS
+                await self._take_back_own()
 
     async def _look_at_parts(self) -> None:
         while True:
@@ -115,8 +120,11 @@ class FanoutKeeper:
         self._sending = now
 
     async def _trigger(self, campaign: Campaign) -> None:
+        if not self._host.vehicles():
+            return  # whoever comes looks for itself
         async for part in self._parts(campaign.id):
             self._host.trigger(part.ids)
+            await asyncio.sleep(0)
 
     async def _parts(self, campaign: int) -> AsyncIterator[Part]:
         after = 0
@@ -281,6 +289,21 @@ class FanoutKeeper:
             await self._commit([Return(one, one.attempts) for one in orphans])
             self._host.trigger([one.vin for one in orphans])
             after = orphans[-1].vin
+
+    async def _take_back_own(self) -> None:
+        """What is in flight from here and nobody here knows of: it landed after its commit had been given up."""
+        after = ""
+        while own := await self._host.ask(self._own, after):
+            old = [one for one in own if one.sent_at < self._host.now - FORGOTTEN_SECS and self._host.idle(one.vin)]
+            await self._commit([Return(one, one.attempts) for one in old])
+            self._host.trigger([one.vin for one in old])
+            after = own[-1].vin
+
+    def _own(self, after: str) -> list[InFlight]:
+        """On a thread: a page of what this node has in flight."""
+        lease = self._host.lease
+        others = self._alive_leases() - {lease}
+        return [one for one in self._table.orphans(others, after, CHANGES_AT_ONCE) if one.lease == lease]
 
     def _orphans(self, after: str) -> list[InFlight]:
         """On a thread. A node may have come after we looked who is alive: what it has in flight is its own."""

@@ -59,6 +59,7 @@ COMMIT_SECONDS_MAX = 3.0
 PROBE_AFTER_SECONDS, PROBE_EVERY_SECONDS = 2.0, 0.5
 """If nobody publishes for so long after a commit has failed, the node tries by itself whether the store takes any."""
 
+HINT_SECONDS = 0.005
 PURGE_MAX = 500
 STOP_SECONDS = 10.0
 """How long a stop waits for sessions to be saved."""
@@ -96,6 +97,7 @@ class Node:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
         self._copies: CursorCopies | None = None
+        self._hints: list[Hint] = []
 
     # -- start and stop ----------------------------------------------------------------------------------
 
@@ -367,14 +369,19 @@ class Node:
         return sorted(node.name for node in nodes(self.metadata) if node.name != self.node_id and not node.draining)
 
     def _tell_nodes(self, hint: Hint) -> None:
-        """Whoever else may have vehicles that this concerns."""
-        if self.store.shared:
-            self.spawn(self._tell_others(hint))
+        """Whoever else may have vehicles that this concerns; what is said within a moment is said once."""
+        if not self.store.shared:
+            return
+        if not self._hints:
+            asyncio.get_running_loop().call_later(HINT_SECONDS, lambda: self.spawn(self._tell_others()))
+        self._hints.append(hint)
 
-    async def _tell_others(self, hint: Hint) -> None:
+    async def _tell_others(self) -> None:
+        hints, self._hints = self._hints, []
+        said = Hint(any(hint.merged for hint in hints), tuple({one for hint in hints for one in hint.campaigns}))
         for node in await asyncio.get_running_loop().run_in_executor(None, nodes, self.metadata):
             if node.name != self.node_id:
-                self.groups.send(Address(node.name, "fanout"), hint)
+                self.groups.send(Address(node.name, "fanout"), said)
 
     def _send_clients_to(self, server: str) -> None:
         self.front.another_server = server
