@@ -42,6 +42,8 @@ TURNS_AT_ONCE = 50
 REREAD_BYTES = 8 << 20
 """So much of what is in flight is fetched at a time."""
 READERS = 2
+WALL_SECONDS = 0.05
+"""How often the clock that messages expire by is looked at: it does not run away in so short a time."""
 
 
 class DeliveryHost:
@@ -73,6 +75,7 @@ class DeliveryHost:
         self._round_over = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._armed = inf
+        self._wall_until = 0.0
         for head in log.heads(LOG):
             self.machine.heads[head.stream] = head.next_offset
             if head.sealed:
@@ -88,7 +91,9 @@ class DeliveryHost:
     def handle(self, event: dv.DeliveryEvent) -> None:
         self.look_at_clock()
         now = self._loop.time()
-        self.machine.wall_ahead = message_time() / 1e6 - now
+        if now >= self._wall_until:
+            self._wall_until = now + WALL_SECONDS
+            self.machine.wall_ahead = message_time() / 1e6 - now
         for effect in self.machine.handle(event, now):
             self._perform(effect)
         if self.machine.deadline != self._armed:
