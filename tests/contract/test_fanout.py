@@ -26,6 +26,7 @@ from holdfast.fanout.nouns import (
     InFlight,
     Sent,
     State,
+    UnderWay,
     Waiting,
     lane_of,
     place_of,
@@ -953,6 +954,21 @@ def test_retry_makes_new_deliveries_of_what_has_failed(store: Store, table: Fano
         table.retry(added.campaign, ["failed"])
     with pytest.raises(UnknownCampaign):
         table.retry(999, ["failed"])
+
+
+def test_vehicles_whose_delivery_is_under_way_are_listed(store: Store, table: FanoutTable, sha1: bytes) -> None:
+    added = add(table, "a", "b", "c", "d")
+    other = add(table, "a", "x", request_id="task_b_1")
+    epochs = connect(store, "client-b", "client-c")
+    assert table.under_way(added.campaign, UnderWay.WAITING, "", 3) == ["a", "b", "c"]
+    assert table.under_way(added.campaign, UnderWay.WAITING, "c", 3) == ["d"]
+    flights = {vin: flight(waiting(table, vin)[0], epochs[f"client-{vin}"]) for vin in "bc"}
+    table.commit([begin(waiting(table, vin)[0], epochs[f"client-{vin}"]) for vin in "bc"])
+    table.commit([Await(flights["c"], 2e9)])
+    assert table.under_way(added.campaign, UnderWay.WAITING, "", 9) == ["a", "d"]
+    assert table.under_way(added.campaign, UnderWay.IN_FLIGHT, "", 9) == ["b"]
+    assert table.under_way(added.campaign, UnderWay.AWAITING_RESULT, "", 9) == ["c"]
+    assert table.under_way(other.campaign, UnderWay.WAITING, "", 9) == ["a", "x"]
 
 
 # -- parts -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -493,3 +494,19 @@ def test_what_happens_to_campaigns_can_be_read(node: Node) -> None:
         assert said[1] == {"request_id": "task_a_1", "number": 1, "state": "paused", "reason": "paused by an operator"}
     metrics = httpx.get(f"{node.http}/metrics").text
     assert "holdfast_fanout_vehicles 0.0" in metrics
+
+
+def test_who_still_waits_is_listed(node: Node) -> None:
+    vehicle = Vehicle(node, "v2").subscribe()
+    send(node, "task_a_1", "x", "v1", "v2", "v3")
+    vehicle.got()
+    with api(node) as client:
+
+        def listed(**query: Any) -> list[str]:
+            answer = client.get("/fanout/task_a_1/deliveries", params=query)
+            assert answer.status_code == 200, answer.text
+            return [one["vin"] for one in answer.json()["deliveries"]]
+
+        assert listed(state="waiting") == ["v1", "v3"] and listed(state="in_flight") == ["v2"]
+        assert listed(state="waiting", after="v1", limit=1) == ["v3"] and listed() == []
+        assert client.get("/fanout/task_a_1/deliveries", params={"state": ["waiting", "acked"]}).status_code == 422

@@ -356,7 +356,10 @@ def deliveries(
     request_id: RequestId,
     number: Number = None,
     state: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(ENDED[:-1])} or {ENDED[-1]}; again for more of them.")
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(ENDED)} (again for more of them); or one of waiting, in_flight, awaiting_result."
+        ),
     ] = None,
     reason: Annotated[str | None, typer.Option(help="Only those that ended for this reason.")] = None,
     after: Annotated[str, typer.Option(help="Behind this VIN: the last one of the page before.")] = "",
@@ -366,7 +369,7 @@ def deliveries(
     token: Token = None,
     json: AsJson = False,
 ) -> None:
-    """Deliveries that have ended, by VIN."""
+    """Deliveries that have ended, by VIN; or those that are at one place on their way."""
     query: list[tuple[str, Any]] = [("after", after), *(("state", one) for one in state or ())]
     query += [("reason", reason)] if reason is not None else []
     query += [("format", "ndjson")] if ndjson else [("limit", limit)]

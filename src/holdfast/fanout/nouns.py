@@ -50,6 +50,14 @@ class End(StrEnum):
     CANCELLED = "cancelled"
 
 
+class UnderWay(StrEnum):
+    """Where a delivery is that has no end yet."""
+
+    WAITING = "waiting"
+    IN_FLIGHT = "in_flight"
+    AWAITING_RESULT = "awaiting_result"
+
+
 class Sent(NamedTuple):
     """As which packet, in which session, a delivery was last sent: a session that is kept gets it under the same id."""
 

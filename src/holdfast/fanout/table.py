@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import inf
 from typing import NamedTuple, Protocol
 
-from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, State, Waiting
+from holdfast.fanout.nouns import Awaiting, Campaign, Counts, End, InFlight, State, UnderWay, Waiting
 
 PART_IDS_MAX = 5_000
 """So many vehicles in one part; a batch has as many parts as it takes."""
@@ -310,6 +310,9 @@ class FanoutTable(Protocol):
 
     def ended(self, campaign: int, ends: Collection[End], after: str, limit: int) -> list[EndedRow]:
         """By VIN, behind `after`. Acked ones are there too, until the campaign is closed and collected."""
+
+    def under_way(self, campaign: int, where: UnderWay, after: str, limit: int) -> list[str]:
+        """VINs whose delivery has no end yet, as far as they are merged; in order, behind `after`."""
 
     def reasons(self, campaign: int) -> dict[str, int]:
         """How many failed, by reason."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import UnknownCampaign
+from holdfast.errors import UnknownCampaign, Unprocessable
 from holdfast.fanout import control as fc
 from holdfast.fanout import history
-from holdfast.fanout.nouns import DELIVERIES, Campaign, Counts, End, Hint, InFlight, State, Waiting, seq_of
+from holdfast.fanout.nouns import DELIVERIES, Campaign, Counts, End, Hint, InFlight, State, UnderWay, Waiting, seq_of
 from holdfast.fanout.requests import check_request_id, check_vin, options_of
 from holdfast.fanout.table import PART_IDS_MAX, EndedRow
 from holdfast.fanout.why import Known, why
@@ -109,9 +109,17 @@ class FanoutAdmin:
         return len(waiting)
 
     async def deliveries(
-        self, request_id: str, number: int | None, ends: Collection[End], after: str, limit: int
+        self, request_id: str, number: int | None, states: Collection[End | UnderWay], after: str, limit: int
     ) -> list[dict[str, Any]]:
+        """By VIN: those that have ended, or those that are at one place on their way."""
         campaign = await self.find(request_id, number)
+        places = [state for state in states if isinstance(state, UnderWay)]
+        if places:
+            if len(states) > 1:
+                raise Unprocessable(f"state: {places[0].value} is asked for by itself, got {len(states)} states")
+            vins = await self._host.ask(self._table.under_way, campaign.id, places[0], after, limit)
+            return [{"vin": vin, "state": places[0].value, "reason": "", "ended_at": None} for vin in vins]
+        ends = [state for state in states if isinstance(state, End)]
         rows = await self._host.ask(self._table.ended, campaign.id, ends, after, limit)
         return [_ended_row(row) for row in rows]
 

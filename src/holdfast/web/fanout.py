@@ -33,7 +33,7 @@ from holdfast.auth.identity import Identity
 from holdfast.errors import RequestError, Unprocessable
 from holdfast.fanout import control as fc
 from holdfast.fanout import requests
-from holdfast.fanout.nouns import End, State
+from holdfast.fanout.nouns import End, State, UnderWay
 from holdfast.fanout.table import PART_IDS_MAX, Added
 from holdfast.runtime.node import Node
 
@@ -120,7 +120,7 @@ def fanout_router(node: Node, reader: Any, publisher: Any, admin: Any) -> APIRou
     async def deliveries_of_newest(
         request_id: str,
         _: Identity = reader,
-        state: Annotated[list[End] | None, Query()] = None,
+        state: Annotated[list[End | UnderWay] | None, Query()] = None,
         reason: str | None = None,
         after: str = "",
         limit: Annotated[int, Query(ge=1, le=PAGE)] = 1_000,
@@ -137,7 +137,7 @@ def fanout_router(node: Node, reader: Any, publisher: Any, admin: Any) -> APIRou
         request_id: str,
         number: Number,
         _: Identity = reader,
-        state: Annotated[list[End] | None, Query()] = None,
+        state: Annotated[list[End | UnderWay] | None, Query()] = None,
         reason: str | None = None,
         after: str = "",
         limit: Annotated[int, Query(ge=1, le=PAGE)] = 1_000,
@@ -212,13 +212,13 @@ async def _deliveries(
     node: Node,
     request_id: str,
     number: int | None,
-    states: Sequence[End] | None,
+    states: Sequence[End | UnderWay] | None,
     reason: str | None,
     after: str,
     limit: int,
     format: str,
 ) -> Response:
-    ends = states or list(End)
+    ends: Sequence[End | UnderWay] = states or list(End)
     if format == "ndjson":
         await node.fanout_admin.find(request_id, number)  # what is wrong is said before the first line
         return StreamingResponse(_lines(node, request_id, number, ends, reason, after), media_type=NDJSON)
@@ -230,7 +230,7 @@ async def _deliveries(
 
 
 async def _lines(
-    node: Node, request_id: str, number: int | None, ends: Sequence[End], reason: str | None, after: str
+    node: Node, request_id: str, number: int | None, ends: Sequence[End | UnderWay], reason: str | None, after: str
 ) -> AsyncIterator[bytes]:
     while True:
         rows = await node.fanout_admin.deliveries(request_id, number, ends, after, 1_000)

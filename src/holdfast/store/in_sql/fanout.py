@@ -31,6 +31,7 @@ from holdfast.fanout.nouns import (
     End,
     InFlight,
     State,
+    UnderWay,
     Waiting,
     place_of,
     seq_of,
@@ -123,6 +124,13 @@ _COUNT = f"""
     {", ".join(f"{name} = fanout_counts.{name} + excluded.{name}" for name in (*COUNTED, "repeated"))}
 """
 _SUMS = ", ".join(f"sum({name})" for name in COUNTED)
+
+
+_TABLES = {
+    UnderWay.WAITING: "fanout_waiting",
+    UnderWay.IN_FLIGHT: "fanout_in_flight",
+    UnderWay.AWAITING_RESULT: "fanout_awaiting",
+}
 
 
 class Raced(Exception):
@@ -609,6 +617,10 @@ class SqlFanoutTable(ABC):
             where campaign = ? and vin > ? {only} and {where} order by vin limit ?
         """
         return [_ended_of(row) for row in self._rows(sql, campaign, after, given, limit)]
+
+    def under_way(self, campaign: int, where: UnderWay, after: str, limit: int) -> list[str]:
+        sql = f"select distinct vin from {_TABLES[where]} where campaign = ? and vin > ? order by vin limit ?"
+        return [vin for (vin,) in self._rows(sql, campaign, after, limit)]
 
     def reasons(self, campaign: int) -> dict[str, int]:
         sql = """

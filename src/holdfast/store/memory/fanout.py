@@ -19,6 +19,7 @@ from holdfast.fanout.nouns import (
     End,
     InFlight,
     State,
+    UnderWay,
     Waiting,
     place_of,
     seq_of,
@@ -485,6 +486,18 @@ class MemoryFanoutTable:
         with self._backend.lock:
             found = self._state.ended.get(campaign, {})
             return [found[vin] for vin in sorted(found) if vin > after and found[vin].end in ends][:limit]
+
+    def under_way(self, campaign: int, where: UnderWay, after: str, limit: int) -> list[str]:
+        with self._backend.lock:
+            state = self._state
+            match where:
+                case UnderWay.WAITING:
+                    of = [(vin, row.campaign) for vin, rows in state.waiting.items() for row in rows.values()]
+                case UnderWay.IN_FLIGHT:
+                    of = [(row.vin, row.campaign) for row in state.flights.values()]
+                case UnderWay.AWAITING_RESULT:
+                    of = [(row.vin, row.campaign) for row in state.awaiting.values()]
+            return sorted({vin for vin, id_ in of if id_ == campaign and vin > after})[:limit]
 
     def reasons(self, campaign: int) -> dict[str, int]:
         with self._backend.lock:
