@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.auth.identity import Identity
-from holdfast.errors import HoldfastError, RequestError
+from holdfast.errors import HoldfastError, RequestError, StoreError
 from holdfast.fanout import requests
 from holdfast.fanout.merge import RUN_IDS_MAX, steps
 from holdfast.fanout.nouns import Hint, State
@@ -41,6 +41,8 @@ WAITING_MAX = 10_000
 REST_SHARE = 1.0
 """After a step of a merge, as long as it took: publishers wait for the same writer."""
 SWITCHED_OFF = "fan-out is switched off on this node (fanout.enabled)"
+AGAIN_SECS = 1.0
+"""After the store has failed."""
 REFUSALS_KEPT = 1_000
 REFUSAL_SECS_FIRST, REFUSAL_SECS_MAX = 0.1, 30.0
 
@@ -209,8 +211,13 @@ class FanoutIntake:
         while True:
             await self._unmerged.wait()
             self._unmerged.clear()
-            while await self._merge_run():
-                pass
+            try:
+                while await self._merge_run():
+                    pass
+            except StoreError as error:
+                logger.warning("a merge of fan-out's parts is tried again: %s", error)
+                self._unmerged.set()
+                await asyncio.sleep(AGAIN_SECS)
 
     async def _merge_run(self) -> bool:
         parts, after = await self._host.ask(self._host.table.unmerged, RUN_IDS_MAX)

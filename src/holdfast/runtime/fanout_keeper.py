@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from math import inf
 
 from holdfast.errors import Conflict, StoreError, UnknownCampaign
 from holdfast.fanout import control as fc
@@ -35,6 +35,8 @@ KEY_SECS = 7 * 86_400.0
 PAYLOAD_SECS = 3_600.0
 """A payload that was sent apart is kept for so long without a request that refers to it."""
 COLLECTED_AT_ONCE = 500
+SHARE_SECS = 0.5
+"""So long one thing is done before the next one has its turn."""
 FORGOTTEN_SECS = 30.0
 """What has been in flight for so long, and nobody knows of, is taken back."""
 ACTIVE = (State.RUNNING, State.PAUSED, State.CANCELLED)
@@ -69,6 +71,8 @@ class FanoutKeeper:
         """Of this node as the keeper; None: it is not."""
         self._collect_at = self._own_at = 0.0
         self.collect_secs = settings.collect_secs
+        self._ending: dict[int, int] = {}
+        """Campaigns whose deliveries are being ended, and up to which part they are."""
         self.collected = 0
 
     # -- hints -----------------------------------------------------------------------------------------------
@@ -94,11 +98,14 @@ class FanoutKeeper:
             except TimeoutError:
                 pass
             self._hinted.clear()
-            await self._look_at_parts()
-            await self._look_at_campaigns()
-            if self._loop.time() >= self._own_at:
-                self._own_at = self._loop.time() + FORGOTTEN_SECS
-                await self._take_back_own()
+            try:
+                await self._look_at_parts()
+                await self._look_at_campaigns()
+                if self._loop.time() >= self._own_at:
+                    self._own_at = self._loop.time() + FORGOTTEN_SECS
+                    await self._take_back_own()
+            except StoreError as error:  # whatever it was: it is all looked at again
+                logger.warning("what others have done for fan-out could not be read: %s", error)
 
     async def _look_at_parts(self) -> None:
         while True:
@@ -126,8 +133,7 @@ class FanoutKeeper:
             self._host.trigger(part.ids)
             await asyncio.sleep(0)
 
-    async def _parts(self, campaign: int) -> AsyncIterator[Part]:
-        after = 0
+    async def _parts(self, campaign: int, after: int = 0) -> AsyncIterator[Part]:
         while True:
             parts: list[Part] = await self._host.ask(self._table.parts_of, campaign, after, PARTS_AT_ONCE)
             for part in parts:
@@ -209,11 +215,18 @@ class FanoutKeeper:
 
     async def retire(self, vin: str, reason: str) -> int:
         """A vehicle that will never come: everything that waits for it ends; how many."""
-        _, waiting, awaiting = await self._host.ask(self._table.vehicle, vin)
-        changes: list[Change] = [Finish(one, End.CANCELLED, reason) for one in waiting]
-        changes += [Finish(one, End.CANCELLED, reason) for one in awaiting]
-        await self._commit(changes)
-        return len(changes)
+        while (await self._host.ask(self._table.unmerged, 1))[0]:
+            self._look_for_unmerged()
+            await asyncio.sleep(MERGE_LOOK_SECS)
+        ended = 0
+        while True:
+            _, waiting, awaiting = await self._host.ask(self._table.vehicle, vin)
+            changes: list[Change] = [Finish(one, End.CANCELLED, reason) for one in waiting]
+            changes += [Finish(one, End.CANCELLED, reason) for one in awaiting]
+            if not changes:
+                return ended
+            await self._commit(changes)
+            ended += len(changes)
 
     # -- the keeper ------------------------------------------------------------------------------------------
 
@@ -221,9 +234,13 @@ class FanoutKeeper:
         """For as long as the node lives: become the keeper, and do what it does."""
         while True:
             begun = self._loop.time()
-            self.epoch = await self._host.change(self._table.keep, self._node_id, KEEPER_SECS)
-            if self.epoch is not None:
-                await self._look_after(self.epoch)
+            try:
+                self.epoch = await self._host.change(self._table.keep, self._node_id, KEEPER_SECS)
+                if self.epoch is not None:
+                    await self._look_after(self.epoch)
+            except StoreError as error:
+                self.epoch = None
+                logger.warning("fan-out was not looked after: %s", error)
             await asyncio.sleep(max(0.05, KEEP_EVERY_SECS - (self._loop.time() - begun)))
 
     async def _look_after(self, epoch: int) -> None:
@@ -240,20 +257,18 @@ class FanoutKeeper:
         await self._end_expired()
         await self._end_overdue()
         await self._take_back()
-        if self._loop.time() >= self._collect_at:
+        if self._loop.time() >= self._collect_at and not await self.collect(SHARE_SECS):
             self._collect_at = self._loop.time() + self.collect_secs
-            await self.collect()
 
     async def _end_waiting(self, campaign: Campaign) -> None:
+        """Some of what waits, going on where the last round came to: others' control does not wait for a million."""
         end = End.EXPIRED if fc.memory_of(campaign).ends_as == "expired" else End.CANCELLED
-        async for part in self._parts(campaign.id):
+        begun = self._loop.time()
+        async for part in self._parts(campaign.id, self._ending.pop(campaign.id, 0)):
             await self._end_part(part, end, campaign.reason[:30])
-            if not await self._still_keeper():
+            if self._loop.time() - begun >= SHARE_SECS:
+                self._ending[campaign.id] = part.number
                 return
-
-    async def _still_keeper(self) -> bool:
-        self.epoch = await self._host.change(self._table.keep, self._node_id, KEEPER_SECS)
-        return self.epoch is not None
 
     async def _end_part(self, part: Part, end: End, reason: str) -> None:
         for at in range(0, len(part.ids), 1_000):
@@ -271,13 +286,19 @@ class FanoutKeeper:
             await asyncio.sleep(REST_SHARE * (self._loop.time() - begun))
 
     async def _end_expired(self) -> None:
+        begun = self._loop.time()
         for part in await self._host.ask(self._table.expired_parts, self._host.now, PARTS_AT_ONCE):
             await self._end_part(part, End.EXPIRED, "waited too long")
             await self._host.change(self._table.part_done, part.number)
+            if self._loop.time() - begun >= SHARE_SECS:
+                return
 
     async def _end_overdue(self) -> None:
+        begun = self._loop.time()
         while overdue := await self._host.ask(self._table.overdue, self._host.now, CHANGES_AT_ONCE):
             await self._commit([Finish(one, End.FAILED, "no result in time") for one in overdue])
+            if self._loop.time() - begun >= SHARE_SECS:
+                return
 
     async def _take_back(self) -> None:
         """What nodes that are gone have left in flight waits again."""
@@ -313,9 +334,9 @@ class FanoutKeeper:
 
     # -- collection ------------------------------------------------------------------------------------------
 
-    async def collect(self) -> int:
-        """In bounded steps, with a rest after each; how much was removed."""
-        now, removed = self._host.now, 0
+    async def collect(self, seconds: float = inf) -> int:
+        """In bounded steps, with a rest after each; how much was removed. 0: nothing is left to remove."""
+        now, removed, until = self._host.now, 0, self._loop.time() + seconds
         while True:
             begun = self._loop.time()
             dropped = await self._host.change(self._table.drop_uploads, now - UPLOAD_SECS, PARTS_AT_ONCE)
@@ -328,11 +349,9 @@ class FanoutKeeper:
             )
             removed += dropped
             self.collected += dropped
-            if not dropped:
+            if not dropped or begun >= until:
                 return removed
             await asyncio.sleep(REST_SHARE * (self._loop.time() - begun))
-            if time.monotonic() - begun > KEEPER_SECS / 2 and not await self._still_keeper():
-                return removed
 
 
 def _tickets_of(campaign: int, vins: Iterable[str]) -> set[tuple[int, str]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.errors import HoldfastError, PeerError
+from holdfast.errors import HoldfastError, PeerError, StoreError
 from holdfast.fanout.nouns import InFlight
 from holdfast.fanout.results import Result, settle
 from holdfast.fanout.table import Finish, Verdict
@@ -74,10 +74,14 @@ class FanoutResults:
             if self._keeper.epoch is None:
                 self._positions = None
                 continue
-            if self._positions is None or self._epoch != self._keeper.epoch:
-                self._epoch = self._keeper.epoch
-                self._positions = await self._host.ask(self._load)
-            await self._catch_up(self._positions)
+            try:
+                if self._positions is None or self._epoch != self._keeper.epoch:
+                    self._epoch = self._keeper.epoch
+                    self._positions = await self._host.ask(self._load)
+                await self._catch_up(self._positions)
+            except StoreError as error:
+                self._positions = None  # from what was settled for sure
+                logger.warning("vehicles' results are read again: %s", error)
 
     async def begin(self) -> None:
         """Before anybody is connected: what was published before there was fan-out is no result."""
