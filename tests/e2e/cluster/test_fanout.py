@@ -127,3 +127,28 @@ def test_a_batch_here_and_a_return_there_at_the_same_moment(pair: tuple[Node, No
         comes(two, f"task_a_{n}", acked=1)
         vehicle.gone()
     assert slowest < SWEEP_SECONDS + LATE_SECONDS
+
+
+def test_an_outage_of_the_store_ends_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    server = PostgresServer()
+    server.start()
+    settings = {**QUICK, "fanout.sweep_secs": SWEEP_SECONDS}
+    try:
+        url = server.database()
+        with Node(tmp_path_factory.mktemp("one"), store=url, node_id="one", settings=settings) as node:
+            send(node, "task_a_1", "x", "v1", "v2")
+            Vehicle(node, "v1").subscribe().got()
+            server.stop()
+            time.sleep(3 * LEASE_SECONDS)
+            assert node.running
+            server.start()
+            wait_for(node.ready, 30.0, "the node to be ready again")
+            for vehicle in (Vehicle(node, "v1"), Vehicle(node, "v2").subscribe()):
+                vehicle.ack(vehicle.got())
+            comes(node, "task_a_1", acked=2)
+            send(node, "task_b_1", "y", *(f"w{n}" for n in range(100)), expires=2)
+            comes(node, "task_b_1", expired=100)
+    finally:
+        server.close()
+        while SOCKETS:
+            SOCKETS.pop().close()
