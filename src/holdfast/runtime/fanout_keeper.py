@@ -23,7 +23,7 @@ from holdfast.settings import FanoutSettings
 
 logger = logging.getLogger("holdfast.fanout")
 
-KEEPER_SECS, KEEP_EVERY_SECS = 6.0, 1.0
+KEEPER_SECS, KEEP_EVERY_SECS, LOOK_EVERY_SECS = 6.0, 2.0, 1.0
 PARTS_AT_ONCE = 20
 CHANGES_AT_ONCE = 250
 """In one transaction: publishers wait for the same writer."""
@@ -232,16 +232,19 @@ class FanoutKeeper:
 
     async def keep(self) -> None:
         """For as long as the node lives: become the keeper, and do what it does."""
+        keep_at = 0.0
         while True:
             begun = self._loop.time()
             try:
-                self.epoch = await self._host.change(self._table.keep, self._node_id, KEEPER_SECS)
+                if self.epoch is None or begun >= keep_at:
+                    self.epoch = await self._host.change(self._table.keep, self._node_id, KEEPER_SECS)
+                    keep_at = begun + KEEP_EVERY_SECS
                 if self.epoch is not None:
                     await self._look_after(self.epoch)
             except StoreError as error:
                 self.epoch = None
                 logger.warning("fan-out was not looked after: %s", error)
-            await asyncio.sleep(max(0.05, KEEP_EVERY_SECS - (self._loop.time() - begun)))
+            await asyncio.sleep(max(0.05, LOOK_EVERY_SECS - (self._loop.time() - begun)))
 
     async def _look_after(self, epoch: int) -> None:
         active = await self._active(ACTIVE)
