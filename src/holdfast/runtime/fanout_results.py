@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -56,10 +56,12 @@ class FanoutResults:
         self._save_at = 0.0
         self.settled = self.unmatched = 0
 
-    def heard(self, parts: Sequence[Batch]) -> None:
+    def heard(self, parts: Iterable[Batch]) -> None:
         """Messages were stored here: are there results among them?"""
+        if self._hinted.is_set() or self._keeper.epoch is None:
+            return
         head = self._template.head
-        if not self._hinted.is_set() and any(topic.startswith(head) for part in parts for topic in part.topics):
+        if any([topic for topic in part.topics if topic.startswith(head)] for part in parts):
             self._hinted.set()
 
     async def follow(self) -> None:

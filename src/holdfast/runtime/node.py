@@ -334,8 +334,9 @@ class Node:
 
     def _committed(self, appended: Appended, parts: dict[int, Batch], now: int) -> None:
         self.delivery.committed(appended, parts, now)
-        self.fanout.heard(parts.values())
-        self.fanout_results.heard(list(parts.values()))
+        if self.fanout.vehicles():  # whoever else publishes need not pay for it
+            self.fanout.heard(parts.values())
+            self.fanout_results.heard(parts.values())
 
     def _commit_failed(self, error: Exception) -> None:
         self._failed_commit = FailedCommit(str(error), self.ingest.commits, time.monotonic())
