@@ -37,3 +37,7 @@ class Turns:
 
     def locked(self) -> bool:
         return self._held
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
