@@ -1386,11 +1386,18 @@ class Model:
         self.queue: dict[str, list[tuple[int, int]]] = {}
         """By VIN: places and campaigns of what waits."""
         self.request_ids: dict[int, str] = {}
+        self.replaces: dict[int, bool] = {}
         self.repeated: dict[int, int] = {}
         self.ends = 0
 
+    def newer_waits(self, vin: str, campaign: int) -> bool:
+        """Data that is to replace what comes back."""
+        newer = [other for _, other in self.queue.get(vin, ()) if other > campaign]
+        return any(self.request_ids[o] == self.request_ids[campaign] and self.replaces[o] for o in newer)
+
     def add(self, campaign: int, request_id: str, place: int, resend: str, vins: Sequence[str]) -> None:
         self.request_ids[campaign] = request_id
+        self.replaces.setdefault(campaign, resend == "replace")
         targets = self.states.setdefault(campaign, {})
         for vin in vins:
             queue = self.queue.setdefault(vin, [])
@@ -1438,7 +1445,9 @@ def test_random_changes_come_to_what_a_model_says(
         (added,) = chance.choice(tables).add([one])
         assert isinstance(added, Added)
         what = (added.campaign, request_id, place_of(priority, added.seq), resend, some)
-        assert added.merged == (not pending and len(some) <= 64)
+        # Nothing overtakes what is in its lane, or is about the same request.
+        behind = [one for one in pending if lane_of(one[2]) == lane_of(what[2]) or one[1] == what[1]]
+        assert added.merged == (not behind and len(some) <= 64)
         pending.append(what)
         if added.merged:
             model.add(*pending.pop())
@@ -1457,7 +1466,10 @@ def test_random_changes_come_to_what_a_model_says(
                 one = (in_flight.place, in_flight.campaign)
                 change, state = chance.choice(
                     [
-                        (Return(in_flight, in_flight.attempts + 1, 5.0), "waiting"),
+                        (
+                            Return(in_flight, in_flight.attempts + 1, 5.0),
+                            "superseded" if model.newer_waits(vin, in_flight.campaign) else "waiting",
+                        ),
                         (Await(in_flight, 10.0), "awaiting_result"),
                         (Finish(in_flight, End.ACKED), "acked"),
                         (Finish(in_flight, End.FAILED, "x"), "failed"),
@@ -1473,7 +1485,7 @@ def test_random_changes_come_to_what_a_model_says(
                 then.append((vin, (row.place, row.campaign), "acked"))
         assert chance.choice(tables).commit(changes) == [Verdict.DONE] * len(changes)
         for vin, one, state in then:
-            if state in ("acked", "failed"):
+            if state in ("acked", "failed", "superseded"):
                 model.end(vin, one, state)
             else:
                 model.states[one[1]][vin] = state

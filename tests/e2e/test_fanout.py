@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sqlite3
 import struct
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -510,3 +513,99 @@ def test_who_still_waits_is_listed(node: Node) -> None:
         assert listed(state="waiting") == ["v1", "v3"] and listed(state="in_flight") == ["v2"]
         assert listed(state="waiting", after="v1", limit=1) == ["v3"] and listed() == []
         assert client.get("/fanout/task_a_1/deliveries", params={"state": ["waiting", "acked"]}).status_code == 422
+
+
+# -- found by attacking it -------------------------------------------------------------------------------------
+
+
+def say(vehicle: Vehicle, sent: Sent, payload: bytes) -> None:
+    """A result, acknowledged by the node."""
+    properties = b"\x09\x00\x10" + sent.correlation
+    topic = text(sent.topic.replace("request", "ack"))
+    vehicle.raw.send(0x32, topic + b"\0\5" + bytes([len(properties)]) + properties + payload)
+    assert vehicle.raw.read()[0] == 0x40
+
+
+@pytest.mark.parametrize("end", ["kill", "lose"])
+def test_a_result_that_was_acknowledged_is_settled_whatever_happens_then(node: Node, end: str) -> None:
+    send(node, "task_a_1", "x", "v1")
+    vehicle = Vehicle(node, "v1").subscribe()
+    say(vehicle, vehicle.got(), b"ok")
+    if end == "kill":
+        node.kill()
+        node.start()
+    else:
+        vehicle.gone()
+    wait_for(lambda: counts(node, "task_a_1") == {"acked": 1}, 20.0, "the result to be settled")
+    Vehicle(node, "v1").hears_nothing()
+
+
+def test_an_acknowledgement_of_what_it_had_before_counts_however_early_it_comes(node: Node) -> None:
+    for n in range(10):
+        send(node, f"task_a_{n}", f"{n}", "v1")
+        vehicle = Vehicle(node, "v1") if n else Vehicle(node, "v1").subscribe()
+        sent = vehicle.got()
+        vehicle.gone()
+        comes(node, f"task_a_{n}", waiting=1)
+        again = Vehicle(node, "v1")
+        again.ack(sent)  # before it comes again, while that is being recorded, or just after
+        again.raw.sock.settimeout(0.3)
+        with contextlib.suppress(TimeoutError):
+            again.ack(again.got())
+        comes(node, f"task_a_{n}", acked=1)
+        again.gone()
+
+
+def test_what_expired_on_its_way_has_its_end_when_the_connection_is_lost(node: Node) -> None:
+    send(node, "task_a_1", "x", "v1", expires=1)
+    vehicle = Vehicle(node, "v1").subscribe()
+    vehicle.got()
+    order(node, "task_a_1", "pause")
+    with api(node) as client:
+        wait_for(lambda: client.get("/fanout/task_a_1").json()["counts"]["in_flight"] == 1, what="it to fly")
+    time.sleep(2.5)  # past its expiry, and past a look of the keeper's
+    vehicle.gone()
+    comes(node, "task_a_1", expired=1)
+
+
+@pytest.mark.parametrize("how", ["cancel", "retire"])
+def test_who_is_taken_out_is_not_sent_to_again(node: Node, how: str) -> None:
+    send(node, "task_a_1", "x", "v1", "v2")
+    vehicle = Vehicle(node, "v1").subscribe()
+    vehicle.got()
+    if how == "cancel":
+        order(node, "task_a_1", "cancel", vins=["v1"])
+    else:
+        with api(node) as client:
+            assert client.post("/vehicles/v1/retire").status_code == 200
+    assert counts(node, "task_a_1") == {"in_flight": 1, "waiting": 1}
+    vehicle.gone()
+    comes(node, "task_a_1", cancelled=1, waiting=1)
+    Vehicle(node, "v1").hears_nothing()
+
+
+@pytest.mark.parametrize("case", ["many between", "refused", "newer is paused"])
+def test_what_comes_back_is_superseded_whatever_else_waits(node: Node, case: str) -> None:
+    send(node, "task_a_1", "old", "v1")
+    vehicle = Vehicle(node, "v1").subscribe()
+    sent = vehicle.got()
+    if case == "many between":
+        for n in range(6):
+            send(node, f"task_b_{n}", "other", "v1")
+    send(node, "task_a_1", "new", "v1", **({"campaign": {"paused": True}} if case == "newer is paused" else {}))
+    if case == "refused":
+        vehicle.ack(sent, 0x80)
+    else:
+        vehicle.gone()
+    comes(node, "task_a_1", 1, superseded=1)
+
+
+def test_a_payload_that_was_damaged_is_whole_again_when_it_is_sent_again(tmp_path: Path) -> None:
+    with Node(tmp_path / "node") as node:
+        send(node, "task_a_1", "precious", "v1")
+        with contextlib.closing(sqlite3.connect(node.folder / "data" / "holdfast.db")) as db, db:
+            db.execute("update fanout_payloads set data = x'00'")
+        send(node, "task_b_1", "precious", "v1")
+        vehicle = Vehicle(node, "v1").subscribe()
+        assert vehicle.got().payload == b"precious"
+        vehicle.gone()

@@ -106,14 +106,18 @@ def test_a_result_belongs_to_the_delivery_it_names() -> None:
     campaigns = {1: campaign(1, "task_a_1"), 2: campaign(2, "task_a_1")}
     two = [awaiting(1, 1), awaiting(2, 2)]
     named = Result("v", "task_a_1", b"ok", correlation_of(2, place_of(4, 2)))
-    found = settle(named, None, two, campaigns)
+    found = settle(named, None, two, [], campaigns)
     assert found is not None and found.seen == two[1] and found.end is End.ACKED
-    assert settle(named._replace(correlation=None), None, two, campaigns) is None, "nobody knows which"
-    alone = settle(named._replace(correlation=None), None, two[:1], campaigns)
+    assert settle(named._replace(correlation=None), None, two, [], campaigns) is None, "nobody knows which"
+    alone = settle(named._replace(correlation=None), None, two[:1], [], campaigns)
     assert alone is not None and alone.seen == two[0]
-    assert settle(named._replace(correlation=b"x"), None, two, campaigns) is None
-    assert settle(named._replace(request_id="task_b_1", correlation=None), None, two[:1], campaigns) is None
-    early = settle(named._replace(correlation=None), in_flight(), [], campaigns)
+    assert settle(named._replace(correlation=b"x"), None, two, [], campaigns) is None
+    assert settle(named._replace(request_id="task_b_1", correlation=None), None, two[:1], [], campaigns) is None
+    back = waiting(3, 2, sent=Sent("client", "born", 7))
+    lost = settle(named._replace(correlation=correlation_of(2, back.place)), None, [], [waiting(1, 1), back], campaigns)
+    assert lost is not None and lost.seen == back, "it was sent, and its connection was lost"
+    assert settle(named._replace(correlation=None), None, [], [waiting(1, 1)], campaigns) is None, "it never was"
+    early = settle(named._replace(correlation=None), in_flight(), [], [], campaigns)
     assert early is not None and isinstance(early.seen, InFlight)
 
 

@@ -48,7 +48,7 @@ NOTICED_BY: dict[str, int] = {
     "a_paused_campaign_cannot_be_told_from_one_that_was_never_paused": 68,
     "a_wave_does_not_wait_for_the_one_before": 5,
     "a_wave_begins_whatever_was_acked": 5,
-    "two_may_be_in_flight": 218,
+    "two_may_be_in_flight": 1815,
     "an_old_session_may_adopt": 167,
     "a_campaign_that_is_held_may_begin": 26,
     "nobody_looks_at_the_cut": 43,
@@ -173,8 +173,8 @@ class _Any(int):
 
 @mutation
 def a_refused_begin_is_sent_all_the_same(patch: Patch) -> None:
-    def change(original: Any, self: Any, slot: Any, change: Any, verdict: Any, now: float) -> None:
-        original(self, slot, change, Verdict.DONE if verdict is Verdict.HELD else verdict, now)
+    def change(original: Any, self: Any, slot: Any, verdict: Any, store_now: float, now: float) -> None:
+        original(self, slot, Verdict.DONE if verdict is Verdict.HELD else verdict, store_now, now)
 
     wrap(patch, Dispatcher, "_begun", change)
 

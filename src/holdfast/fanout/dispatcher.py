@@ -245,7 +245,7 @@ class Slot:
     lost: bool = False
     """BEGINNING: the connection is over."""
     answered: int | None = None
-    """RETURNING: the answer that has come after all."""
+    """RETURNING: the answer that has come after all. BEGINNING: it has come before it was sent again."""
     past: Waiting | None = None
     """LOOKING, RESTING: an attempt of this one was not answered in time, and may be yet."""
     awaits: bool = False
@@ -620,10 +620,10 @@ class Dispatcher:
                 continue
             match change:
                 case Begin() | Adopt():
-                    self._begun(slot, change, verdict, now)
+                    self._begun(slot, verdict, event.store_now, now)
                 case Return():
                     self._returned(slot, change, event.store_now, now)
-                case _:
+                case Finish() | Await():
                     self._settled(slot, change, verdict)
 
     def _commit_failed(self, number: int, now: float) -> None:
@@ -645,7 +645,7 @@ class Dispatcher:
         else:
             self._over(slot, slot.rest)
 
-    def _begun(self, slot: Slot, change: Begin | Adopt, verdict: Verdict | None, now: float) -> None:
+    def _begun(self, slot: Slot, verdict: Verdict | None, store_now: float, now: float) -> None:
         flight, campaign, doubt = slot.flight, slot.campaign, slot.doubt
         assert flight is not None and campaign is not None
         slot.doubt = False
@@ -656,11 +656,17 @@ class Dispatcher:
                 self._return(slot, flight.attempts)
                 return
             self._move(slot, Step.FLYING)
+            if slot.answered is not None:
+                answered, slot.answered = slot.answered, None
+                self._effects.append(Refused(slot.vin, flight.place))
+                self._acked(slot.vin, flight.place, answered, store_now)
+                return
             if self._settings.ack_secs:
                 self._wait(slot, now + self._settings.ack_secs)
             self._effects.append(Publish(vehicle, flight, campaign, slot.dup))
             return
         self._effects.append(Refused(slot.vin, flight.place))
+        slot.answered = None
         if doubt and (verdict is None or verdict is Verdict.STALE):
             # The store was not asked again, and may have it in flight: nobody else would ever take it back.
             self._return(slot, flight.attempts)
@@ -727,6 +733,9 @@ class Dispatcher:
         if slot.step is Step.RETURNING:
             if reason < 0x80 or reason in FINAL_REASONS:
                 slot.answered = reason
+            return
+        if slot.step is Step.BEGINNING and slot.dup:
+            slot.answered = reason  # it has had the packet from before, and need not get it again
             return
         if slot.step is not Step.FLYING:
             return

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.fanout.nouns import Awaiting, Campaign, End, InFlight
+from holdfast.fanout.nouns import Awaiting, Campaign, End, InFlight, Waiting
 from holdfast.fanout.table import Finish
 
 BAD = frozenset({"failed", "failure", "error", "rejected", "refused"})
@@ -30,14 +30,20 @@ def correlation_of(campaign: int, place: int) -> bytes:
 
 
 def settle(
-    result: Result, in_flight: InFlight | None, awaiting: Sequence[Awaiting], campaigns: Mapping[int, Campaign]
+    result: Result,
+    in_flight: InFlight | None,
+    awaiting: Sequence[Awaiting],
+    waiting: Sequence[Waiting],
+    campaigns: Mapping[int, Campaign],
 ) -> Finish | None:
     """The end it means; None: it belongs to no delivery that has none yet.
 
     One with correlation data belongs to that delivery; one without to the only delivery of its request id that could
-    have one: among several, nobody knows which is meant.
+    have one: among several, nobody knows which is meant. One that was sent and waits again, since its connection was
+    lost or its node died, may have one too.
     """
-    open_: list[InFlight | Awaiting] = [*awaiting, *([in_flight] if in_flight is not None else [])]
+    sent = [one for one in waiting if one.sent is not None or one.attempts]
+    open_: list[InFlight | Awaiting | Waiting] = [*awaiting, *([in_flight] if in_flight is not None else []), *sent]
     if result.correlation is not None:
         mine = [one for one in open_ if correlation_of(one.campaign, one.place) == result.correlation]
     else:

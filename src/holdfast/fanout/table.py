@@ -123,8 +123,19 @@ class Adopt(NamedTuple):
     flight: InFlight
 
 
+DOOMED = -1.0
+"""In place of the time when what is in flight expires: it was cancelled."""
+
+
+class Doom(NamedTuple):
+    """In flight → in flight, and cancelled: if it is not answered, it does not wait again."""
+
+    seen: InFlight
+
+
 class Return(NamedTuple):
-    """In flight → waiting, at its old place."""
+    """In flight → waiting, at its old place; or its end, if it was cancelled, has expired, or newer data waits for
+    the vehicle: of a later campaign with its request id that replaces earlier ones, whatever that is doing."""
 
     seen: InFlight
     attempts: int
@@ -149,7 +160,7 @@ class Finish(NamedTuple):
     result: bytes = b""
 
 
-Change = Begin | Adopt | Return | Await | Finish
+Change = Begin | Adopt | Doom | Return | Await | Finish
 
 
 class Verdict(Enum):

@@ -509,6 +509,9 @@ class FanoutHost:
         if len(packet) > connection.outlet.packet_max:
             self._unsendable(taken, vehicle.vin, flight.place, "packet too large")
             return
+        if taken.packet_id not in taken.window:  # it was acknowledged before it was sent: that says nothing
+            origin = FlightOrigin(vehicle.vin, flight.place, self._acked)
+            taken.window.restore(taken.packet_id, Delivery(origin, flight.place, 1))
         self.sent += 1
         connection.handle(mc.Say(packet))
 

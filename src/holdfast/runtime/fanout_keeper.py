@@ -16,7 +16,7 @@ from math import inf
 from holdfast.errors import Conflict, StoreError, UnknownCampaign
 from holdfast.fanout import control as fc
 from holdfast.fanout.nouns import Campaign, Counts, End, Hint, InFlight, State, Waiting, ticket_of
-from holdfast.fanout.table import Change, FanoutTable, Finish, Part, Return
+from holdfast.fanout.table import Change, Doom, FanoutTable, Finish, Part, Return, Verdict
 from holdfast.runtime.fanout import FanoutHost
 from holdfast.runtime.fanout_events import FanoutEvents
 from holdfast.settings import FanoutSettings
@@ -201,7 +201,19 @@ class FanoutKeeper:
                 await self._until_merged(part)
                 waiting = await self._host.ask(self._table.waiting_of, part, here)
                 ended += await self._finish(waiting, End.CANCELLED, reason)
+        for vin in sorted(wanted):
+            while True:
+                in_flight, waiting, _ = await self._host.ask(self._table.vehicle, vin)
+                mine = [one for one in waiting if one.campaign == campaign.id]
+                ended += await self._finish(mine, End.CANCELLED, reason)
+                if in_flight is None or in_flight.campaign != campaign.id or await self._doom(in_flight):
+                    break
         return ended
+
+    async def _doom(self, flight: InFlight) -> bool:
+        """What is on its way may still be answered; False: it has moved meanwhile."""
+        (verdict,) = await self._host.change(self._table.commit, [Doom(flight)])
+        return verdict is Verdict.DONE
 
     async def _until_merged(self, part: Part) -> None:
         """Until then nobody would find what waits of it."""
@@ -220,10 +232,10 @@ class FanoutKeeper:
             await asyncio.sleep(MERGE_LOOK_SECS)
         ended = 0
         while True:
-            _, waiting, awaiting = await self._host.ask(self._table.vehicle, vin)
+            in_flight, waiting, awaiting = await self._host.ask(self._table.vehicle, vin)
             changes: list[Change] = [Finish(one, End.CANCELLED, reason) for one in waiting]
             changes += [Finish(one, End.CANCELLED, reason) for one in awaiting]
-            if not changes:
+            if not changes and (in_flight is None or await self._doom(in_flight)):
                 return ended
             await self._commit(changes)
             ended += len(changes)

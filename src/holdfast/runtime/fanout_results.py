@@ -34,6 +34,7 @@ LOOK_SECS = 1.0
 """How often somebody else's results are looked for."""
 SAVE_SECS = 5.0
 AT_ONCE = 200
+TRIES = 5
 
 
 class _Read(NamedTuple):
@@ -54,7 +55,7 @@ class FanoutResults:
         """Where reading goes on; None: this node was not the keeper."""
         self._epoch: int | None = None
         self._save_at = 0.0
-        self.settled = self.unmatched = 0
+        self.read = self.settled = self.unmatched = 0
 
     def heard(self, parts: Iterable[Batch]) -> None:
         """Messages were stored here: are there results among them?"""
@@ -138,30 +139,41 @@ class FanoutResults:
 
     async def _settle(self, results: Sequence[Result]) -> None:
         """One look at each vehicle, one commit for all."""
-        finishes: list[Finish] = await self._host.ask(self._match, results)
-        self.unmatched += len(results) - len(finishes)
-        if not finishes:
-            return
-        verdicts = await self._host.change(self._host.table.commit, finishes)
-        self.settled += sum(verdict is Verdict.DONE for verdict in verdicts)
-        for finish in finishes:
-            if isinstance(finish.seen, InFlight):
-                self._host.resulted(finish)
+        self.read += len(results)
+        left = list(results)
+        for _ in range(TRIES):
+            found: list[tuple[Result, Finish]] = await self._host.ask(self._match, left)
+            if not found:
+                break
+            verdicts = await self._host.change(self._host.table.commit, [finish for _, finish in found])
+            done = [one for one, verdict in zip(found, verdicts, strict=True) if verdict is Verdict.DONE]
+            self.settled += len(done)
+            for _, finish in done:
+                if isinstance(finish.seen, InFlight):
+                    self._host.resulted(finish)
+            # Some have moved since they were looked at: from in flight to waiting, say.
+            left = [result for (result, _), verdict in zip(found, verdicts, strict=True) if verdict is not Verdict.DONE]
+            if not left:
+                break
+        self.unmatched = self.read - self.settled
 
-    def _match(self, results: Sequence[Result]) -> list[Finish]:
+    def _match(self, results: Sequence[Result]) -> list[tuple[Result, Finish]]:
         """On a thread. A vehicle's second result finds what the first one has left."""
-        finishes: list[Finish] = []
+        finishes: list[tuple[Result, Finish]] = []
         taken: set[tuple[str, int]] = set()
         for result in results:
-            in_flight, _, awaiting = self._host.table.vehicle(result.vin)
+            in_flight, waiting, awaiting = self._host.table.vehicle(result.vin)
             if in_flight is not None and (in_flight.vin, in_flight.place) in taken:
                 in_flight = None
             awaiting = [one for one in awaiting if (one.vin, one.place) not in taken]
-            ids = {one.campaign for one in awaiting} | ({in_flight.campaign} if in_flight is not None else set())
+            waiting = [one for one in waiting if (one.vin, one.place) not in taken]
+            ids = {one.campaign for one in awaiting} | {one.campaign for one in waiting}
+            if in_flight is not None:
+                ids.add(in_flight.campaign)
             campaigns = self._host.table.campaigns(ids) if ids else {}
-            finish = settle(result, in_flight, awaiting, campaigns)
+            finish = settle(result, in_flight, awaiting, waiting, campaigns)
             if finish is not None:
-                finishes.append(finish)
+                finishes.append((result, finish))
                 taken.add((finish.seen.vin, finish.seen.place))
         return finishes
 

@@ -13,7 +13,7 @@ import msgspec
 from holdfast.errors import RequestError
 from holdfast.fanout.history import Ended
 from holdfast.fanout.nouns import Awaiting, Counts, End, InFlight, Sent, State, Waiting, ticket_of
-from holdfast.fanout.table import Adopt, Await, Begin, Change, Finish, Merged, Return, Verdict
+from holdfast.fanout.table import DOOMED, Adopt, Await, Begin, Change, Doom, Finish, Merged, Return, Verdict
 
 WAITING, IN_FLIGHT, AWAITING = range(3)
 """Places in a row of counts; those of the ends follow."""
@@ -91,6 +91,8 @@ class Loaded:
         self.in_flight: dict[int, int] = {}
         self.buckets: dict[int, Bucket] = {}
         """Of campaigns with limits; a bucket that was never used is not there."""
+        self.superseded: set[str] = set()
+        """VINs for which newer data waits than what is to be returned."""
         self.sizes: dict[int, int] = {}
         """Of payloads of campaigns with a limit of bytes."""
 
@@ -175,6 +177,7 @@ class _Decision:
         self.handle: dict[type, Callable[..., Verdict]] = {
             Begin: self._begin,
             Adopt: self._adopt,
+            Doom: self._doom,
             Return: self._return,
             Await: self._await,
             Finish: self._finish,
@@ -233,11 +236,29 @@ class _Decision:
         self._fly(flight_row(change.flight))
         return Verdict.DONE
 
+    def _doom(self, change: Doom) -> Verdict:
+        row = self._in_flight(change.seen)
+        if row is None:
+            return Verdict.GONE
+        self._land(row.vin)
+        self._fly(row._replace(expires=DOOMED))
+        return Verdict.DONE
+
     def _return(self, change: Return) -> Verdict:
         row = self._in_flight(change.seen)
         if row is None:
             return Verdict.GONE
         self._land(row.vin)
+        end: tuple[End, str] | None = None
+        if row.expires <= self._of.now:
+            end = (End.CANCELLED, "cancelled") if row.expires == DOOMED else (End.EXPIRED, "expired on its way")
+        elif row.vin in self._of.superseded:
+            end = (End.SUPERSEDED, "newer data waits")
+        if end is not None:
+            ended = Ended(row.vin, row.campaign, row.place, *end, change.attempts, float(int(row.sent_at)))
+            self.moves.end(ended, IN_FLIGHT)
+            self._landed(row.campaign)
+            return Verdict.DONE
         key = (row.vin, row.place)
         # Without waves a ticket means nothing.
         ticket = ticket_of(row.campaign, row.vin)
@@ -436,11 +457,12 @@ class Wanted(NamedTuple):
     awaiting: set[Key]
     sessions: set[str]
     campaigns: set[int]
+    returning: set[str]
 
 
 def wanted(changes: Iterable[Change]) -> Wanted:
-    found = Wanted(set(), set(), set(), set(), set())
-    waiting, flights, awaiting, sessions, campaigns = found
+    found = Wanted(set(), set(), set(), set(), set(), set())
+    waiting, flights, awaiting, sessions, campaigns, returning = found
     for change in changes:
         seen = change.seen
         if isinstance(seen, Waiting):
@@ -454,4 +476,6 @@ def wanted(changes: Iterable[Change]) -> Wanted:
             sessions.add(change.flight.sent.client_id)
         if isinstance(change, Begin):
             campaigns.add(seen.campaign)
+        elif isinstance(change, Return):
+            returning.add(seen.vin)
     return found

@@ -12,7 +12,7 @@ import msgspec
 import pyarrow as pa
 
 from holdfast.errors import Conflict, RequestError, UnknownCampaign, UnknownPayload
-from holdfast.fanout.nouns import Campaign, State, place_of, seq_of
+from holdfast.fanout.nouns import Campaign, State, lane_of, place_of, seq_of
 from holdfast.fanout.table import PART_IDS_MAX, Added, EndedRow, NewBatch
 from holdfast.store.fanout_changes import MergedPart
 
@@ -71,7 +71,8 @@ class Known:
         self.keys: dict[str, tuple[bytes, Added]] = {}
         self.staged: dict[str, list[tuple[int, int]]] = {}
         """By upload: where its parts are, and how many VINs each has."""
-        self.unmerged = False
+        self.unmerged: set[tuple[int, str]] = set()
+        """Lanes and request ids of parts that are not merged yet."""
         self.seq = self.part = self.campaign = self.merged = 0
         """The last ones given before these batches."""
 
@@ -146,7 +147,10 @@ def _add(prepared: PreparedBatch, made: Plan) -> Added:
     )
     made.batches.append(row)
     count = sum(size for _, size in bodies)
-    direct = batch.upload is None and count <= DIRECT_IDS_MAX and not known.unmerged
+    # What is behind others in its lane, or is about the same request, waits for its turn to be merged.
+    lane = lane_of(row.place)
+    behind = any(lane == other or batch.request_id == name for other, name in known.unmerged)
+    direct = batch.upload is None and count <= DIRECT_IDS_MAX and not behind
     expires = None if batch.expires == inf else batch.expires
     for body, size in bodies:
         known.part += 1
@@ -159,7 +163,7 @@ def _add(prepared: PreparedBatch, made: Plan) -> Added:
             row.place, campaign.id, campaign.request_id, batch.resend, campaign.waved, campaign.state
         )
     else:
-        known.unmerged = True
+        known.unmerged.add((lane, batch.request_id))
     made.counts[campaign.id] = made.counts.get(campaign.id, 0) + count
     answer = Added(campaign.id, campaign.number, row.seq, count, began, direct)
     if batch.key is not None:
@@ -204,7 +208,15 @@ def _begin(batch: NewBatch, made: Plan, earlier: Sequence[Campaign]) -> Campaign
     number = known.numbers.get(batch.request_id, 0) + 1
     known.numbers[batch.request_id] = made.numbers[batch.request_id] = number
     like = batch.begin or Campaign(
-        id=0, request_id="", number=0, sha1=b"", state=State.RUNNING, open=True, sending=True, settings=batch.settings
+        id=0,
+        request_id="",
+        number=0,
+        sha1=b"",
+        state=State.RUNNING,
+        open=True,
+        sending=True,
+        replaces=batch.resend == "replace",
+        settings=batch.settings,
     )
     begun = msgspec.structs.replace(
         like,

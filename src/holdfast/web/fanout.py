@@ -349,7 +349,7 @@ async def _arrow(request: Request) -> AsyncIterator[list[str]]:
         for batch in reader:
             name = "vin" if "vin" in batch.schema.names else batch.schema.names[0]
             yield batch.column(name).cast(pa.string()).to_pylist()
-    except (pa.ArrowException, IndexError) as error:
+    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
         raise RequestError(f"the ids are not an Arrow stream: {error}") from error
 
 

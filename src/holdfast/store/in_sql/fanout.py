@@ -24,6 +24,7 @@ from holdfast.errors import RequestError
 from holdfast.fanout.history import Ended, batch_of
 from holdfast.fanout.nouns import (
     DELIVERIES,
+    SEQ_BITS,
     SEQ_MAX,
     Awaiting,
     Campaign,
@@ -126,6 +127,12 @@ _COUNT = f"""
 _SUMS = ", ".join(f"sum({name})" for name in COUNTED)
 
 
+NEWER = """
+    fanout_in_flight f {join} fanout_campaigns c on c.id = f.campaign {join} fanout_waiting w on w.vin = f.vin
+    {join} fanout_campaigns n on n.id = w.campaign
+    where n.id > c.id and n.request_id = c.request_id and n.replaces
+"""
+"""What is in flight, and newer data that waits for the same vehicle."""
 _TABLES = {
     UnderWay.WAITING: "fanout_waiting",
     UnderWay.IN_FLIGHT: "fanout_in_flight",
@@ -180,10 +187,16 @@ class SqlFanoutTable(ABC):
         sha1, sha256 = hashlib.sha1(data).digest(), hashlib.sha256(data).digest()
         sql = f"""
             insert into fanout_payloads (sha1, sha256, touched_at, data) values (?, ?, {self._database.dialect.now}, ?)
-            on conflict (sha1) do update set touched_at = excluded.touched_at returning sha256
+            on conflict (sha1) do update set touched_at = excluded.touched_at returning sha256, data
         """
-        (stored,) = self._database.change(lambda db: db.run(sql, sha1, sha256, data), repeatable=True)[0]
-        if bytes(stored) != sha256:
+
+        def work(db: Transaction) -> bytes:
+            stored, there = db.run(sql, sha1, sha256, data)[0]
+            if bytes(stored) == sha256 and bytes(there) != data:  # damaged since: now it is whole again
+                db.run("update fanout_payloads set data = ? where sha1 = ?", data, sha1)
+            return bytes(stored)
+
+        if self._database.change(work, repeatable=True) != sha256:
             raise RequestError(f"another payload is stored under {sha1.hex()}")
         return sha1
 
@@ -268,7 +281,11 @@ class SqlFanoutTable(ABC):
         ids = {id_ for (id_,) in self._get(db, "id", "fanout_campaigns", ("request_id", "number"), numbered)}
         ids.update(id_ for (id_,) in self._get(db, "id", "fanout_campaigns", ("request_id",), names, also="t.open"))
         known.campaigns = self._campaigns(db, ids, self._database.dialect.locked)
-        known.unmerged = bool(db.run("select 1 from fanout_parts where not merged limit 1"))
+        lanes = f"""
+            select distinct b.place / {1 << SEQ_BITS}, c.request_id from fanout_parts p
+            join fanout_batches b on b.seq = p.seq join fanout_campaigns c on c.id = p.campaign where not p.merged
+        """
+        known.unmerged = {(int(lane), request_id) for lane, request_id in db.run(lanes)}
         return known
 
     def _take_in(self, db: Transaction, made: Plan) -> None:
@@ -477,6 +494,8 @@ class SqlFanoutTable(ABC):
         vins = [(vin,) for vin in sorted(want.flights)]
         for row in self._get(db, FLIGHT, "fanout_in_flight", ("vin",), vins, locked=True):
             loaded.flights[row[0]] = _flight_of(row)
+        if want.returning:
+            loaded.superseded = self._superseded(db, sorted(want.returning))
         keys = sorted(want.awaiting)
         for row in self._get(db, AWAITS, "fanout_awaiting", ("vin", "place"), keys, locked=True):
             loaded.awaiting[row[0], row[1]] = Awaiting(*row)
@@ -767,6 +786,10 @@ class SqlFanoutTable(ABC):
 
     @abstractmethod
     def _insert_ended(self, db: Db, rows: Sequence[Row]) -> None: ...
+
+    @abstractmethod
+    def _superseded(self, db: Db, vins: Sequence[str]) -> set[str]:
+        """Those for which newer data waits than what is in flight to them."""
 
     @abstractmethod
     def _epochs(self, db: Db, client_ids: Sequence[str]) -> dict[str, int]:

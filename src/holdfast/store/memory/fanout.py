@@ -21,6 +21,7 @@ from holdfast.fanout.nouns import (
     State,
     UnderWay,
     Waiting,
+    lane_of,
     place_of,
     seq_of,
     ticket_of,
@@ -130,7 +131,7 @@ class MemoryFanoutTable:
             elif found.sha256 != sha256:
                 raise RequestError(f"another payload is stored under {sha1.hex()}")
             else:
-                found.touched_at = self.now()
+                found.touched_at, found.data = self.now(), data
         return sha1
 
     def payloads(self, numbers: Collection[int]) -> dict[int, StoredPayload]:
@@ -175,7 +176,11 @@ class MemoryFanoutTable:
             known.numbers = dict(state.numbers)
             known.keys = {key: found[:2] for key, found in state.keys.items()}
             known.staged = {upload: [row[:2] for row in rows] for upload, rows in state.staged.items()}
-            known.unmerged = any(not part.merged for part in state.parts.values())
+            known.unmerged = {
+                (lane_of(state.batches[part.seq].place), state.campaigns[part.campaign].request_id)
+                for part in state.parts.values()
+                if not part.merged
+            }
             known.seq, known.part, known.campaign = state.last_seq, state.last_part, state.last_campaign
             known.merged = state.last_merged
             made = plan(prepared, known)
@@ -365,6 +370,7 @@ class MemoryFanoutTable:
                 loaded.waiting[vin, place] = row
         loaded.flights = {vin: state.flights[vin] for vin in want.flights if vin in state.flights}
         loaded.awaiting = {key: state.awaiting[key] for key in want.awaiting if key in state.awaiting}
+        loaded.superseded = {vin for vin in want.returning if vin in state.flights and self._newer_waits(vin)}
         sessions = self._sessions.rows
         loaded.epochs = {n: sessions[n].epoch for n in want.sessions if n in sessions and not sessions[n].dead}
         for id_ in want.campaigns & state.campaigns.keys():
@@ -378,6 +384,13 @@ class MemoryFanoutTable:
         if any(limits.bytes_per_sec is not None for limits in loaded.campaigns.values()):
             loaded.sizes = {found.number: len(found.data) for found in state.payloads.values()}
         return loaded
+
+    def _newer_waits(self, vin: str) -> bool:
+        campaigns = self._state.campaigns
+        own = campaigns[self._state.flights[vin].campaign]
+        rows = self._state.waiting.get(vin, {}).values()
+        newer = [campaigns[row.campaign] for row in rows if row.campaign > own.id]
+        return any(one.request_id == own.request_id and one.replaces for one in newer)
 
     def parts_since(self, merged: int, limit: int) -> list[Part]:
         with self._backend.lock:

@@ -13,6 +13,7 @@ from holdfast.store.in_sql.fanout import (
     FLIGHT,
     FLIGHT_COLUMNS,
     MAY_BE_SENT,
+    NEWER,
     OF_BATCH,
     WAITING_COLUMNS,
     WAITS,
@@ -150,6 +151,10 @@ class PostgresFanoutTable(SqlFanoutTable):
     def _insert_ended(self, db: Db, rows: Sequence[Row]) -> None:
         changes = ", ".join(f"{column} = excluded.{column}" for column in ENDED[2:])
         self._insert_all(db, "fanout_ended", ENDED, rows, f"on conflict (campaign, vin) do update set {changes}")
+
+    def _superseded(self, db: Db, vins: Sequence[str]) -> set[str]:
+        sql = f"select distinct f.vin from {NEWER.format(join='join')} and f.vin = any(?::text[])"
+        return {vin for (vin,) in db.run(sql, array(vins))}
 
     def _epochs(self, db: Db, client_ids: Sequence[str]) -> dict[str, int]:
         return dict(db.run(_EPOCHS, hashes(client_ids)))

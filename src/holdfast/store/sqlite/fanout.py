@@ -20,6 +20,7 @@ from holdfast.store.in_sql.database import Db, Row, Rows
 from holdfast.store.in_sql.fanout import (
     FLIGHT_COLUMNS,
     MAY_BE_SENT,
+    NEWER,
     OF_BATCH,
     WAITING_COLUMNS,
     WAITS,
@@ -176,6 +177,18 @@ class SqliteFanoutTable(SqlFanoutTable):
 
     def _insert_ended(self, db: Db, rows: Sequence[Row]) -> None:
         self._insert(db, "fanout_ended", _ENDED, rows, "insert or replace")
+
+    def _superseded(self, db: Db, vins: Sequence[str]) -> set[str]:
+        newer = NEWER.format(join="cross join").replace("where", "where f.vin = j.value and", 1)
+        return {
+            vin
+            for (vin,) in _rows(
+                db,
+                ("distinct_vin",),
+                f"from (select distinct f.vin as distinct_vin {_EACH} {newer})",
+                _packed(list(vins)),
+            )
+        }
 
     def _epochs(self, db: Db, client_ids: Sequence[str]) -> dict[str, int]:
         keys = [(client_id,) for client_id in client_ids]
