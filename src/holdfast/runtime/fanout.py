@@ -45,6 +45,7 @@ logger = logging.getLogger("holdfast.fanout")
 PAYLOAD_BYTES_KEPT = 64 << 20
 HEARTBEAT_SECS = 1.0
 """A vehicle's heartbeats are worth a look so often."""
+LOOKED_MAX = 200_000
 HELD_SECS = 0.25
 PUBLISHED_AT_ONCE = 50
 T = TypeVar("T")
@@ -158,7 +159,7 @@ class FanoutHost:
         self._of_client: dict[str, _Client] = {}
         """Clients that are vehicles, or were on this connection."""
         self._looked: dict[str, float] = {}
-        """When a vehicle's heartbeat last had something looked up."""
+        """Until when a heartbeat on this topic is not worth a look."""
         self._acks: list[fd.Ack] = []
         """Answers of this turn of the loop."""
         self._held: list[tuple[fd.Publish, _Taken]] = []
@@ -267,20 +268,17 @@ class FanoutHost:
                 if found:
                     self._heard(template, found)
 
-    def _heard(self, template: Template, topics: Iterable[str]) -> None:
-        now, vins = self._loop.time(), []
-        for topic in topics:
-            parsed = template.parse(topic)
-            if parsed is None:
-                continue
-            vin = parsed[0]
-            if self._looked.get(vin, 0.0) <= now and self.vehicle(vin) is not None:
-                self._looked[vin] = now + HEARTBEAT_SECS
-                vins.append(vin)
-        if vins:
-            self.trigger(vins)
-        if len(self._looked) > 2 * self.vehicles() + 1000:
-            self._looked = {vin: at for vin, at in self._looked.items() if at > now}
+    def _heard(self, template: Template, topics: Sequence[str]) -> None:
+        """Nearly always of vehicles that were looked at a moment ago: that must cost nearly nothing."""
+        now, looked = self._loop.time(), self._looked
+        fresh = [topic for topic in topics if looked.get(topic, 0.0) <= now]
+        if not fresh:
+            return
+        if len(looked) > LOOKED_MAX:
+            looked.clear()
+        looked.update(dict.fromkeys(fresh, now + HEARTBEAT_SECS))
+        parsed = [template.parse(topic) for topic in fresh]
+        self.trigger([found[0] for found in parsed if found is not None])
 
     # -- dispatchers -----------------------------------------------------------------------------------------
 
