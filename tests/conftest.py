@@ -67,7 +67,16 @@ def etcd_url(etcd_server: EtcdServer) -> str:
     return f"{etcd_server.url}/test-{next(_prefixes)}"
 
 
-LONG = ("spark/test_spark_cluster", "campaign/", "spark/", "test_demo", "test_docs", "e2e/test_kill")
+LONG = (
+    "spark/test_spark_cluster",
+    "campaign/",
+    "spark/",
+    "test_demo",
+    "test_docs",
+    "e2e/test_kill",
+    "e2e/test_fanout.py",
+    "contract/",
+)
 """These come first, the longest before all others: two workers then end at about the same time."""
 
 

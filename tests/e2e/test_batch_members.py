@@ -37,6 +37,7 @@ from holdfast.machine import Address
 from holdfast.model import Batch, Stream
 from holdfast.topics import TopicFilter
 from node import Node
+from processes import wait_for
 
 SHARDS = 4
 TIMEOUT_SECONDS = 2.0
@@ -169,7 +170,7 @@ def test_progress_that_cannot_be_is_not_believed(join: Join, node: Node) -> None
     one.say(LeaveGroup(one.id, NOWHERE, one.group, ""))
     one.hears(LeftGroup)
     assert progress() == [Mark(), Mark(), Mark(), Mark(3)]
-    assert "beyond the end" in node.logs()
+    wait_for(lambda: "beyond the end" in node.logs(), what="a word about it")
 
 
 @pytest.mark.usefixtures("messages")

@@ -22,6 +22,9 @@ from e2e.raw import Raw, text
 from node import Node
 from processes import wait_for
 
+SQLITE = pytest.mark.parametrize("new_store", ["sqlite"], indirect=True)
+"""Of what has nothing to do with how it is stored."""
+
 
 @pytest.fixture
 def node(new_store: NewStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
@@ -70,6 +73,7 @@ def test_a_request_over_mqtt_is_durable_when_it_is_acknowledged(node: Node) -> N
     comes(node, "task_a_1", acked=1, waiting=1)
 
 
+@SQLITE
 @pytest.mark.parametrize(
     ("payload", "says"),
     [
@@ -99,6 +103,7 @@ def test_a_bad_request_is_refused_with_its_reason_and_stores_nothing(node: Node,
         assert client.get("/fanout").json()["campaigns"] == []
 
 
+@SQLITE
 def test_control_topics_keep_nothing_and_cannot_be_read(node: Node) -> None:
     with Raw(node.mqtt_port, V5) as client:
         client.connect("curious")
@@ -108,6 +113,7 @@ def test_control_topics_keep_nothing_and_cannot_be_read(node: Node) -> None:
         assert client.read()[1][2] == 0x83, "there is nothing to retain"
 
 
+@SQLITE
 def test_fan_out_is_not_a_publish(node: Node) -> None:
     with Raw(node.mqtt_port, V5) as monitor:
         monitor.connect("monitor")
@@ -123,6 +129,7 @@ def test_fan_out_is_not_a_publish(node: Node) -> None:
         assert client.get("/messages").json()["messages"] == []
 
 
+@SQLITE
 def test_a_payload_that_was_sent_apart_is_referred_to(node: Node) -> None:
     data = bytes(range(256)) * 64
     name = hashlib.sha1(data).hexdigest()
@@ -141,6 +148,7 @@ def test_a_payload_that_was_sent_apart_is_referred_to(node: Node) -> None:
 # -- which session is the vehicle ------------------------------------------------------------------------------
 
 
+@SQLITE
 def test_only_a_subscription_of_its_own_at_qos_1_makes_a_vehicle(node: Node) -> None:
     send(node, "task_a_1", "x", "v1")
     vehicle = Vehicle(node, "v1").subscribe(qos=0)
@@ -162,6 +170,7 @@ def test_only_a_subscription_of_its_own_at_qos_1_makes_a_vehicle(node: Node) -> 
     assert vehicle.got().payload == b"x"
 
 
+@SQLITE
 def test_the_latest_of_two_sessions_is_the_vehicle(node: Node) -> None:
     with Raw(node.mqtt_port, V5) as old, Raw(node.mqtt_port, V5) as new:
         for raw, name in ((old, "old"), (new, "new")):
@@ -207,6 +216,7 @@ def test_after_a_crash_it_comes_again_under_the_same_packet_id(node: Node) -> No
     again.hears_nothing()
 
 
+@SQLITE
 def test_a_session_that_begins_anew_gets_it_as_if_for_the_first_time(node: Node) -> None:
     send(node, "task_a_1", "first", "v1")
     vehicle = Vehicle(node, "v1").subscribe()
@@ -219,6 +229,7 @@ def test_a_session_that_begins_anew_gets_it_as_if_for_the_first_time(node: Node)
     comes(node, "task_a_1", acked=1)
 
 
+@SQLITE
 def test_a_takeover_takes_what_is_in_flight(node: Node) -> None:
     send(node, "task_a_1", "first", "v1")
     vehicle = Vehicle(node, "v1").subscribe()
@@ -230,6 +241,7 @@ def test_a_takeover_takes_what_is_in_flight(node: Node) -> None:
     comes(node, "task_a_1", acked=1)
 
 
+@SQLITE
 def test_unsubscribing_leaves_what_is_in_flight_to_be_answered(node: Node) -> None:
     send(node, "task_a_1", "first", "v1")
     send(node, "task_b_1", "second", "v1")
@@ -247,6 +259,7 @@ def test_unsubscribing_leaves_what_is_in_flight_to_be_answered(node: Node) -> No
 # -- answers ---------------------------------------------------------------------------------------------------
 
 
+@SQLITE
 @pytest.mark.parametrize("reason", [0x87, 0x90, 0x99])
 def test_some_refusals_are_final(node: Node, reason: int) -> None:
     send(node, "task_a_1", "first", "v1")
@@ -258,6 +271,7 @@ def test_some_refusals_are_final(node: Node, reason: int) -> None:
     assert show(node, "task_a_1")["failures"] == {f"refused with 0x{reason:02X}": 1}
 
 
+@SQLITE
 def test_other_refusals_are_tried_again_as_new_packets(node: Node) -> None:
     send(node, "task_a_1", "first", "v1")
     send(node, "task_b_1", "behind", "v1")
@@ -277,6 +291,7 @@ def test_other_refusals_are_tried_again_as_new_packets(node: Node) -> None:
     assert counts(node, "task_a_1") == {"failed": 1}
 
 
+@SQLITE
 def test_what_is_larger_than_the_vehicle_takes_has_failed(node: Node) -> None:
     send(node, "task_a_1", "x" * 5_000, "v1")
     send(node, "task_b_1", "small", "v1")
@@ -316,6 +331,7 @@ def test_what_is_in_flight_is_superseded_only_when_it_comes_back(node: Node) -> 
     assert Vehicle(node, "v1").got().payload == b"new"
 
 
+@SQLITE
 def test_a_paused_campaign_sends_nothing_until_it_is_resumed(node: Node) -> None:
     vehicle = Vehicle(node, "v1").subscribe()
     send(node, "task_a_1", "later", "v1", campaign={"paused": True})
@@ -344,6 +360,7 @@ def test_a_cancelled_campaign_ends_what_waits_and_what_would_wait_again(node: No
     assert ended(node, "v1") == [("task_a_1", "cancelled")]
 
 
+@SQLITE
 def test_an_ack_after_the_cancel_is_an_ack(node: Node) -> None:
     vehicle = Vehicle(node, "v1").subscribe()
     send(node, "task_a_1", "x", "v1")
@@ -403,6 +420,7 @@ def _answer_all(node: Node, vehicles: dict[str, Vehicle], count: int, reason: in
     return found
 
 
+@SQLITE
 def test_a_rate_limit_holds(node: Node) -> None:
     vehicles = {f"v{n}": Vehicle(node, f"v{n}").subscribe() for n in range(6)}
     send(node, "task_a_1", "x", *vehicles, campaign={"in_flight_max": 2})
@@ -433,6 +451,7 @@ def test_a_campaign_may_ask_for_results(node: Node) -> None:
     comes(node, "task_a_1", acked=2, failed=1)
 
 
+@SQLITE
 def test_a_result_before_the_acknowledgement_is_one(node: Node) -> None:
     vehicle = Vehicle(node, "v1").subscribe()
     send(node, "task_a_1", "x", "v1")
@@ -446,6 +465,7 @@ def test_a_result_before_the_acknowledgement_is_one(node: Node) -> None:
     vehicle.hears_nothing()
 
 
+@SQLITE
 def test_a_heartbeat_is_a_trigger_and_harmless(node: Node) -> None:
     vehicle = Vehicle(node, "v1").subscribe()
     for pid in range(1, 20):
@@ -481,6 +501,7 @@ def test_a_restart_keeps_everything_in_its_place(node: Node) -> None:
     comes(node, "task_a_1", acked=20)
 
 
+@SQLITE
 def test_what_happens_to_campaigns_can_be_read(node: Node) -> None:
     with Raw(node.mqtt_port, V5) as operator:
         operator.connect("operator")
@@ -540,6 +561,7 @@ def test_a_result_that_was_acknowledged_is_settled_whatever_happens_then(node: N
     Vehicle(node, "v1").hears_nothing()
 
 
+@SQLITE
 def test_an_acknowledgement_of_what_it_had_before_counts_however_early_it_comes(node: Node) -> None:
     for n in range(10):
         send(node, f"task_a_{n}", f"{n}", "v1")

@@ -423,6 +423,7 @@ def node(new_store: NewStore, tmp_path: Path) -> Iterator[Node]:
         yield running
 
 
+@pytest.mark.parametrize("new_store", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)], indirect=True)
 @pytest.mark.parametrize(
     ("cars", "campaigns", "kills", "seconds"),
     [pytest.param(100, 10, 3, 8.0), pytest.param(1_000, 50, 20, 180.0, marks=pytest.mark.soak)],
