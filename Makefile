@@ -22,7 +22,7 @@ demo: setup
 FAST := tests/test_architecture.py tests/test_settings.py tests/test_topics.py tests/auth tests/batch tests/contract tests/cursors tests/delivery \
         tests/fanout tests/groups tests/log tests/mqtt tests/runtime tests/sessions tests/sim
 fast: setup
-	$(BIN)/python -m pytest -n 4 -m "not soak" -k "not (postgres or etcd or sqlite or mutation or paho)" $(FAST)
+	$(BIN)/python -m pytest -n 4 -m "not soak" -k "not (postgres or etcd or sqlite or mutation or paho or every_legal_move)" $(FAST)
 
 test: setup
 	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder
