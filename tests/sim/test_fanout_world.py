@@ -13,7 +13,7 @@ from holdfast.sim.__main__ import main
 from holdfast.sim.fanout.faults import FanoutFaults
 from holdfast.sim.fanout.runner import run_fanout_seed, run_fanout_seeds
 
-SEEDS = 300
+SEEDS = 200
 
 
 def test_seeds() -> None:
