@@ -318,18 +318,21 @@ def _size(text: str) -> int:
 # -- VINs of a part --------------------------------------------------------------------------------------
 
 _SIZE_BYTES = 4
-_CODEC = pa.Codec("zstd", compression_level=9)
-"""A million VINs take a quarter of a second, and a seventh less room than in a tenth of that."""
 
 
 def pack_ids(ids: Sequence[str]) -> bytes:
     """Compressed; whoever unpacks has to know how long it was."""
     data = "\0".join(ids).encode()
-    packed: bytes = _CODEC.compress(data, asbytes=True)
+    packed: bytes = _codec().compress(data, asbytes=True)
     return len(data).to_bytes(_SIZE_BYTES) + packed
 
 
 def unpack_ids(packed: bytes) -> list[str]:
     size = int.from_bytes(packed[:_SIZE_BYTES])
-    data = _CODEC.decompress(packed[_SIZE_BYTES:], size, asbytes=True)
+    data = _codec().decompress(packed[_SIZE_BYTES:], size, asbytes=True)
     return str(data, "utf-8").split("\0")
+
+
+def _codec() -> pa.Codec:
+    """One for each call: several threads pack and unpack. A million VINs take a quarter of a second."""
+    return pa.Codec("zstd", compression_level=9)
