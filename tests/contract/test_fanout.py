@@ -40,6 +40,7 @@ from holdfast.fanout.table import (
     Await,
     Begin,
     Change,
+    Doom,
     FanoutTable,
     Finish,
     MergeStep,
@@ -954,6 +955,25 @@ def test_retry_makes_new_deliveries_of_what_has_failed(store: Store, table: Fano
         table.retry(added.campaign, ["failed"])
     with pytest.raises(UnknownCampaign):
         table.retry(999, ["failed"])
+
+
+def test_what_comes_back_has_its_end_if_it_has_no_reason_to_wait(store: Store, table: FanoutTable, sha1: bytes) -> None:
+    expired, doomed = add(table, "e", expires=1.0, request_id="task_e_1"), add(table, "d", request_id="task_d_1")
+    old = add(table, "s", request_id="task_s_1")
+    epochs = connect(store, "client-e", "client-d", "client-s")
+    flights = {vin: flight(waiting(table, vin)[0], epochs[f"client-{vin}"]) for vin in "eds"}
+    table.commit([begin(waiting(table, vin)[0], epochs[f"client-{vin}"]) for vin in "eds"])
+    new = add(table, "s", request_id="task_s_1", sha1=table.put_payload(b"new"), begin=like(sending=False))
+    assert table.commit([Doom(flights["d"])]) == [Verdict.DONE] and counts(table, doomed.campaign) == {"in_flight": 1}
+    assert table.commit([Return(flights[vin], 0) for vin in "eds"]) == [Verdict.DONE] * 3
+    assert counts(table, expired.campaign) == {"expired": 1} and counts(table, doomed.campaign) == {"cancelled": 1}
+    assert counts(table, old.campaign) == {"superseded": 1} and counts(table, new.campaign) == {"waiting": 1}
+    assert sorted((end.vin, end.end) for end in history(store.log())) == [
+        ("d", End.CANCELLED),
+        ("e", End.EXPIRED),
+        ("s", End.SUPERSEDED),
+    ]
+    assert table.commit([Doom(flights["d"])]) == [Verdict.GONE]
 
 
 def test_vehicles_whose_delivery_is_under_way_are_listed(store: Store, table: FanoutTable, sha1: bytes) -> None:
